@@ -9,6 +9,7 @@ from typing import Any
 
 from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.config import RLConfig
+from mcore_rl.data.tokenizer import ends_of
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
 from mcore_rl.model.config_json import ModelShape, read_config_json
@@ -124,6 +125,11 @@ class JobSpec:
             published=frozenset(self.checkpoint.float8) or None,
             powers_of_two=published.get("scale_fmt") == POWERS_OF_TWO,
         )
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokens at which a response ends."""
+        return ends_of(self.checkpoint.folder, trust_remote_code=self.trust_remote_code)
 
     @property
     def routed_layers(self) -> RoutedLayers | None:

@@ -23,6 +23,8 @@ class ScoringServer:
         self.status = 200
         self.num_to_fail = 0  # requests, from now on
         self.answer: Any = None  # in place of the right one
+        self.models: Any = None  # answer to /v1/models; None: there is none
+        self.tokens: Any = None  # the same of /tokenize
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.max_num_requests: int | None = None  # after which all fail
@@ -51,10 +53,13 @@ def scoring_server() -> Iterator[ScoringServer]:
         def do_POST(self) -> None:
             found.headers.append(dict(self.headers))
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            self._send(*found.answered(body) if self.path == "/v1/completions" else (404, {}))
+            if self.path == "/tokenize" and found.tokens is not None:
+                self._send(200, found.tokens)
+            else:
+                self._send(*found.answered(body) if self.path == "/v1/completions" else (404, {}))
 
         def do_GET(self) -> None:
-            self._send(404, {})
+            self._send(*(404, {}) if self.path != "/v1/models" else (200, found.models))
 
         def _send(self, status: int, answer: Any) -> None:
             text = json.dumps(answer).encode()

@@ -30,6 +30,8 @@ EXIT_ALARM = os.EX_TEMPFAIL  # 75: ended by --rl-on-alarm stop, with everything 
 # `mcore_rl.launch` sets it for its descendants, whose error files it prints.
 LAUNCHER = "MCORE_RL_LAUNCHER"
 COMMAND = "MCORE_RL_COMMAND"  # the command that the user started it with
+_CAUSE_SECONDS = 1.0
+_has_cause, _cause = threading.Event(), list[str]()
 
 
 def agreed(check: Callable[[], T], store: Store | None, *, stage: str) -> T:
@@ -163,8 +165,22 @@ def report(sentence: str) -> None:
         print_error(sentence)
 
 
+def leave_cause(reason: str) -> None:
+    """Do what `leave_reason` does; later failures of this rank follow from it, and are not left."""
+    leave_reason(reason)
+    _cause.append(reason)
+    _has_cause.set()
+
+
+def known_cause() -> str | None:
+    """Return the reason of `leave_cause`, after waiting for it for a second."""
+    return _cause[0] if _has_cause.wait(_CAUSE_SECONDS) else None
+
+
 def leave_reason(reason: str) -> bool:
     """Write why this rank fails into the error file that torchrun gave it; False if not written."""
+    if _has_cause.is_set():
+        return True
     if not (name := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         return False
     content = {"message": reason, "extraInfo": {"timestamp": str(int(time.time()))}}

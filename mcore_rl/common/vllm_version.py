@@ -82,6 +82,9 @@ LORA_LAYERS = Capability(
     since_cuda="0.32.0",
 )
 
+# A server's answers name the weight versions of their tokens; those of 0.31 do not.
+WEIGHT_VERSIONS_SINCE = "0.32.0"
+
 
 def installed_vllm() -> tuple[str, str] | None:
     """Return package and version of the installed vLLM; None if there is none."""

@@ -7,10 +7,10 @@ tokenised: a tokenizer takes about 200 bytes of memory per character of a text.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +142,19 @@ def response_ends(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     return tuple(sorted({*_named_ends(folder)[1], *own}))
 
 
+def named_ends(folder: Path) -> list[int]:
+    """Return the ends of sequence in generation_config.json or, without that file, in
+    config.json."""
+    return _named_ends(folder)[1]
+
+
+@functools.cache
+def ends_of(folder: Path, *, trust_remote_code: bool) -> tuple[int, ...]:
+    """Return `response_ends` of a folder that does not change."""
+    tokenizer = load_tokenizer(folder, trust_remote_code=trust_remote_code, needs_template=False)
+    return response_ends(folder, tokenizer)
+
+
 def _named_ends(folder: Path) -> tuple[str, list[int]]:
     """Return the file that may name ends of sequence, and the ends that it names."""
     named = "generation_config.json"
@@ -166,7 +179,7 @@ class TooLong:
     def __init__(self, tokenizer: Any, limit: int) -> None:
         self._tokenizer, self._limit = tokenizer, limit
 
-    @cached_property
+    @functools.cached_property
     def _per_token(self) -> int:
         return characters_per_token(self._tokenizer)
 

@@ -18,7 +18,7 @@ import threading
 import time
 from dataclasses import replace
 
-from mcore_rl.common.agreement import EXIT_FAILED, leave_reason
+from mcore_rl.common.agreement import EXIT_FAILED, leave_cause, leave_reason
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.flags.given import import_given_files
 from mcore_rl.spec import JobSpec
@@ -60,11 +60,19 @@ def _no_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 def _end_with_controller(process: subprocess.Popen[bytes], number: int) -> None:
     """End this rank, and by the launcher the job, soon after a controller that fails: the other
     ranks may be waiting for it to join them."""
-    if code := process.wait():
-        time.sleep(_GRACE_SECONDS)  # in which a call of it reports why
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        leave_reason(f"controller {number} of --rl-rollout-servers ended by {how}")
-        os._exit(EXIT_FAILED)
+    if not (code := process.wait()):
+        return
+    what = f"controller {number} of --rl-rollout-servers ended by"
+    if code < 0:  # it cannot report itself
+        leave_cause(f"{what} {_name_of(-code)}")
+    time.sleep(_GRACE_SECONDS)  # in which a call of it reports why
+    leave_reason(f"{what} exit code {code}")
+    os._exit(EXIT_FAILED)
+
+
+def _name_of(number: int) -> str:
+    known = [each.name for each in signal.Signals if each == number]
+    return known[0] if known else f"signal {number}"
 
 
 def main() -> None:

@@ -68,8 +68,8 @@ class RolloutOptions(Parameters):
     )
     rollout_server_wait_minutes: float = param(
         30.0,
-        "how long a run waits for one of --rl-rollout-servers once none is left; it then saves and "
-        "stops",
+        "how long a run waits for --rl-rollout-servers without receiving one token; it then saves "
+        "and stops",
         least=0,
     )
     deterministic: bool = param(

@@ -13,6 +13,8 @@ Each controller has a share of the groups, and sends requests to all servers.
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any, TextIO
@@ -33,6 +35,33 @@ from mcore_rl.trainer.sampling_ranks import SamplingRanks, serve_sampling
 NAME = "controllers"
 
 
+class Wait:
+    """The seconds of waits, since the last `forget`."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._seconds = 0.0  # of waits that have ended
+        self._since: float | None = None  # of the one that goes on
+
+    @property
+    def seconds(self) -> float:
+        return self._seconds + (0.0 if self._since is None else self._clock() - self._since)
+
+    def begin(self) -> None:
+        """Begin to wait, or go on."""
+        if self._since is None:
+            self._since = self._clock()
+
+    def end(self) -> None:
+        self._seconds, self._since = self.seconds, None
+
+    def forget(self) -> None:
+        """Count from now on."""
+        self._seconds = 0.0
+        if self._since is not None:
+            self._since = self._clock()
+
+
 class ControllerRanks(SamplingRanks):
     """Servers as one engine of each controller; the weights come without its help."""
 
@@ -41,16 +70,25 @@ class ControllerRanks(SamplingRanks):
 
     def __init__(self, job: Job, log: TextIO | None, start: Start) -> None:
         super().__init__(job, _server_engine(job), start, log)
+        self._wait = Wait(time.monotonic)
 
     def begin_update(self) -> dict[str, Any]:
         """Stop sampling, before the weights change. Returns the servers that all controllers can
-        reach, and for how long none has had requests."""
+        reach, for how long the trainers have waited for samples since the last token, and why
+        servers were excluded."""
         self._ahead.pause()
         self._activity.begin(UPDATE)
         reached = objects.all_gather(self._engine.begin_update())
-        seconds = objects.all_gather(self._engine.seconds_without_server)
+        if objects.on_any(self._engine.has_sampled):
+            self._wait.forget()
+        self._wait.begin()
+        waited = objects.all_gather((self._wait.seconds, self._engine.faults))
         by_all = set(reached[0]).intersection(*reached[1:])
-        return {"urls": [url for url in reached[0] if url in by_all], "seconds": max(seconds)}
+        return {
+            "urls": [url for url in reached[0] if url in by_all],
+            "seconds": max(seconds for seconds, _ in waited),
+            "faults": {url: why for _, faults in waited for url, why in faults.items()},
+        }
 
     def admit(self, *, capacities: dict[str, int], weight_version: int) -> None:
         """Send requests to these servers: they hold attested weights of this version. Each runs so
@@ -70,6 +108,7 @@ class ControllerRanks(SamplingRanks):
         collected = self._ahead.collect_unless(weight_version, self._is_stuck)
         if collected is None:
             return None
+        self._wait.end()
         everywhere = objects.all_gather(self._engine.take_metrics())
         metrics = {name: sum(each[name] for each in everywhere) for name in everywhere[0]}
         # Each controller notes what happens to a server as a whole.
@@ -93,6 +132,7 @@ def _server_engine(job: Job) -> ServerEngine:
         vocab_size=spec.shape.vocab_size,
         header_env=config.rollout.rollout_servers_header_env,
         routed_layers=spec.routed_layers if config.trainer.routing_replay == R3 else None,
+        end_tokens=spec.end_tokens,
     )
     tokenizer = load_tokenizer(
         spec.checkpoint.folder, trust_remote_code=spec.trust_remote_code, needs_template=False

@@ -3,13 +3,16 @@ connection, since a server may come late or return with other options."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.http import quoted
 from mcore_rl.common.readers import integer_within
 from mcore_rl.common.vllm_version import installed_vllm
+from mcore_rl.data.tokenizer import named_ends
 from mcore_rl.hybrid_engine.remote.engine import BACKEND
 from mcore_rl.hybrid_engine.remote.engine_client import HTTPEngineClient
 from mcore_rl.hybrid_engine.remote.generate_client import num_log_probs
@@ -40,12 +43,23 @@ def check_server(url: str, spec: JobSpec) -> int:
     """Check a server; return how many requests it runs at a time.
 
     Raises UsageError for a server without a route that the run calls, and for one with another
-    model, another vLLM, quantised weights or unsuitable options. The model is compared if its
-    folder is on this machine, too; otherwise the first update compares the tensors. Raises
-    RuntimeError for a server that does not answer within a minute per call.
+    model, another vLLM, other end tokens, quantised weights or unsuitable options. The model is
+    compared if its folder is on this machine, too; otherwise the first update compares the tensors.
+    Raises RuntimeError for a server that does not answer within a minute per call, and whatever
+    else its answers cause.
     """
     env = spec.config.rollout.rollout_servers_header_env
     client = HTTPEngineClient(url, _TIMEOUT_SECONDS, header_env=env)
+    try:
+        return _checked(client, spec)
+    except (UsageError, RuntimeError):
+        raise
+    except Exception as error:  # of any type: an answer may have anything at any place
+        raise RuntimeError(f"an answer cannot be read ({type(error).__name__})") from error
+
+
+def _checked(client: HTTPEngineClient, spec: JobSpec) -> int:
+    """Return how many requests a server runs at a time. Raises UsageError."""
     version, configuration = client.vllm_version(), client.configuration()
     for found, remedy in (
         _of_version(version),
@@ -55,8 +69,15 @@ def check_server(url: str, spec: JobSpec) -> int:
         _of_model(configuration, spec),
     ):
         if found:
-            raise UsageError(found, flag=f"--rl-rollout-servers {url}", remedy=remedy)
+            raise _refusal(client, found, remedy)
+    if found := _of_ends(client, configuration, spec):  # the route exists
+        raise _refusal(client, found, "start it with the checkpoint of the job")
     return _capacity(configuration)
+
+
+def _refusal(client: HTTPEngineClient, found: str, remedy: str) -> UsageError:
+    flag = f"--rl-rollout-servers {client.base_url}"
+    return UsageError(quoted(found.encode()), flag=flag, remedy=remedy)
 
 
 def _capacity(configuration: Mapping[str, Any]) -> int:
@@ -161,8 +182,8 @@ def _of_log_probs(configuration: Mapping[str, Any], spec: JobSpec) -> tuple[str,
 
 
 def _of_model(configuration: Mapping[str, Any], spec: JobSpec) -> tuple[str, str]:
-    folder = Path(str(_section(configuration, "model_config").get("model")))
-    if not (folder / "config.json").is_file():
+    folder = _folder_with("config.json", configuration, "model")
+    if folder is None:
         return "", ""
     if read_model_shape(folder, flag="--rl-rollout-servers") == spec.shape:
         return "", ""
@@ -170,3 +191,24 @@ def _of_model(configuration: Mapping[str, Any], spec: JobSpec) -> tuple[str, str
         f"serves {folder}, another model than --rl-hf-checkpoint {spec.checkpoint.folder}",
         "start it with the checkpoint of the job",
     )
+
+
+def _of_ends(client: HTTPEngineClient, configuration: Mapping[str, Any], spec: JobSpec) -> str:
+    """Return how a server ends responses otherwise than the job, as far as it can be known: of ends
+    that the job does not have, the files tell, if they are on this machine, too."""
+    job = {token for token in spec.end_tokens if token < spec.shape.vocab_size}
+    folder = _folder_with("generation_config.json", configuration, "generation_config")
+    folder = folder or _folder_with("config.json", configuration, "model")
+    others = set() if folder is None else {*named_ends(folder)} - job
+    missing = [token for token in sorted(job) if client.ends_at(token) is False]
+    if missing:
+        return f"does not end a response at token {missing[0]}, as the job does"
+    if others:
+        return f"ends a response at token {min(others)}, and the job at {sorted(job)}"
+    return ""
+
+
+def _folder_with(file: str, configuration: Mapping[str, Any], name: str) -> Path | None:
+    """Return a folder of a server's model with this file, if it is on this machine, too."""
+    folder = str(_section(configuration, "model_config").get(name))
+    return Path(folder) if os.path.isfile(os.path.join(folder, file)) else None

@@ -28,7 +28,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.proof.attest import OFF
 from mcore_rl.hybrid_engine.proof.canary import Canary
 from mcore_rl.hybrid_engine.remote.engine import NO_FIT
-from mcore_rl.hybrid_engine.remote.engine_client import HTTPEngineClient
+from mcore_rl.hybrid_engine.remote.engine_client import HealthWatch, HTTPEngineClient
 from mcore_rl.hybrid_engine.remote.prompt_scores import PromptScores, ScoringFailed
 from mcore_rl.hybrid_engine.remote.session import UpdateReport
 from mcore_rl.hybrid_engine.remote.trainer import (
@@ -52,7 +52,8 @@ from mcore_rl.trainer.server_checks import check_server
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 2.0
-_CANARY_SECONDS = 60.0  # in which failed requests for canaries are repeated
+_CANARY_SECONDS = 60.0  # of a request for canaries, and in which failed ones are repeated
+_PROBE_SECONDS = 30.0  # without an answer while a server gets weights
 _MAX_PAUSE = 64  # updates
 
 
@@ -95,6 +96,7 @@ class ServerSync:
         self._failing: dict[str, _Failure] = {}
         self._capacities: dict[str, int] = {}  # requests that a server runs at a time
         self._suspects: set[str] = set()  # servers that failed their last canaries
+        self._health = HealthWatch(())  # of the servers that get weights now, on rank 0
 
     def __enter__(self) -> Self:
         self.weight_version += 1
@@ -104,9 +106,9 @@ class ServerSync:
     def __exit__(self, *_: object) -> None:
         """Do nothing: servers keep their weights and may keep sampling."""
 
-    def update(self) -> None:
+    def update(self, *, is_stuck: bool = False) -> None:
         """Give the weights to all servers that can be reached; wait until there is one, within
-        `while_waiting`."""
+        `while_waiting`. `is_stuck`: because sampling could not go on with the last update."""
         for hook in self.on_reshard_start:
             hook(ReshardReport(TO_ROLLOUT, self.weight_version, 0.0))
         self._num_updates += 1
@@ -115,10 +117,13 @@ class ServerSync:
         while not held:
             started = time.perf_counter()
             found = self._role.call(ControllerRanks.begin_update)
+            if is_stuck:
+                self._require_patience(found)
+                is_stuck = False
             held = self._give_all(found["urls"])
             seconds += time.perf_counter() - started
             if not held:
-                self._wait(found["seconds"])
+                self._wait(found)
         capacities = {url: self._capacities[url] for url in held}
         self._role.call(
             ControllerRanks.admit, capacities=capacities, weight_version=self.weight_version
@@ -130,15 +135,24 @@ class ServerSync:
         for hook in self.on_reshard_end:
             hook(whole)
 
-    def _wait(self, seconds: float) -> None:
-        """Wait for servers, none of which has had requests for `seconds`."""
-        limit = 60 * self._job.config.rollout.rollout_server_wait_minutes
-        if seconds >= limit:
+    def _require_patience(self, found: dict[str, Any]) -> float:
+        """Return the seconds for which the run may go on without a token. Raises NoServersLeft."""
+        waited: float = found["seconds"]
+        left = 60 * self._job.config.rollout.rollout_server_wait_minutes - waited
+        if left <= 0:
             self.weight_version -= 1
-            reasons = "; ".join(f"{url}: {each.why}" for url, each in self._failing.items())
-            raise NoServersLeft(f"none was left for {seconds:.0f} s{reasons and f' ({reasons})'}")
+            faults = found["faults"] | {url: each.why for url, each in self._failing.items()}
+            reasons = "; ".join(f"{url}: {why}" for url, why in faults.items())
+            raise NoServersLeft(
+                f"none was left that samples for {waited:.0f} s{reasons and f' ({reasons})'}"
+            )
+        return left
+
+    def _wait(self, found: dict[str, Any]) -> None:
+        """Wait for servers, none of which has the weights."""
+        left = self._require_patience(found)
         with self.while_waiting():
-            time.sleep(min(_RETRY_SECONDS, limit - seconds))
+            time.sleep(min(_RETRY_SECONDS, left))
 
     def _give_all(self, urls: Collection[str]) -> dict[str, UpdateReport]:
         """Give the weights to servers: together to those that have not failed, then to each of the
@@ -158,8 +172,11 @@ class ServerSync:
         if not urls:
             return {}
         report = self._send(urls)
-        if report is None:  # a failure of several does not tell whose it is
-            alone = [self._give((url,)) for url in urls if len(urls) > 1]
+        if report is None:
+            others = tuple(url for url in urls if not self._has_failed(url))
+            if others != urls:
+                return self._give(others)
+            alone = [self._give((url,)) for url in urls]  # nobody knows whose failure it is
             return {url: each for found in alone for url, each in found.items()}
         sound = self._sound(urls)
         for url in sound:
@@ -210,19 +227,31 @@ class ServerSync:
         now = self._num_updates
         self._failing[url] = _Failure(why, now) if before is None else before.again(why, now)
 
+    def _has_failed(self, url: str) -> bool:
+        """Return whether a server has failed this update."""
+        return url in self._failing and self._failing[url].last == self._num_updates
+
     def _send(self, urls: tuple[str, ...]) -> UpdateReport | None:
-        """Send the weights to servers; return None if that fails. One with another model ends all
-        ranks with exit code 2."""
+        """Send the weights to servers; return None if that fails, after `_fail` for those whose
+        failure it is, if that is known. One with another model ends all ranks with exit code 2."""
         for others in [each for each in self._connected if each != urls and {*each} & {*urls}]:
             self._connected.pop(others).shutdown()
         try:
-            if urls not in self._connected:
-                self._connected[urls] = self._engine(urls)
-                self._connected[urls].connect()
-            report = self._connected[urls].send_weights(str(self.weight_version))
+            with self._watched(urls) as self._health:
+                if urls not in self._connected:
+                    self._connected[urls] = self._engine(urls)
+                    self._connected[urls].connect()
+                report = self._connected[urls].send_weights(str(self.weight_version))
         except RuntimeError as error:  # the same on all ranks
-            self._connected.pop(urls).shutdown()
+            connection = self._connected.pop(urls)
+            connection.shutdown()
             why = str(error).splitlines()[0]
+            hanging = {urls[number]: why for number in connection.hanging} | self._health.faults
+            hanging = objects.broadcast(hanging)
+            for url, fault in hanging.items():
+                self._fail(url, f"it hung while it received the weights: {fault}")
+            if hanging:
+                return None
             if NO_FIT in why and len(urls) == 1:
                 agreed_in_world(partial(_refuse, urls[0], why, self._job.spec.checkpoint.folder))
             if len(urls) == 1:
@@ -255,7 +284,8 @@ class ServerSync:
         faults: dict[str, str] = {}
         for url in urls:
             try:
-                scores = PromptScores(url, header).log_probs(prompts, _CANARY_SECONDS)
+                client = PromptScores(url, header, request_seconds=_CANARY_SECONDS)
+                scores = client.log_probs(prompts, _CANARY_SECONDS)
                 result = canary.compare_with([each[:-1] for each in scores], self.weight_version)
                 text, is_sound = str(result), result.ok
                 logger.info("[Canary] %s: %s", url, text)
@@ -275,7 +305,14 @@ class ServerSync:
         clients = [
             HTTPEngineClient(url, header_env=rollout.rollout_servers_header_env) for url in urls
         ]
-        return MegatronTrainerWeightTransferEngine(info, source=self._source, engines=clients)
+        return MegatronTrainerWeightTransferEngine(
+            info, source=self._source, engines=clients, check=lambda: self._health.check()
+        )
+
+    def _watched(self, urls: Sequence[str]) -> HealthWatch:
+        env = self._job.config.rollout.rollout_servers_header_env
+        watched = urls if dist.get_rank() == 0 else ()
+        return HealthWatch([HTTPEngineClient(u, _PROBE_SECONDS, header_env=env) for u in watched])
 
     def close(self) -> None:
         """Close the connections. Local."""
@@ -335,7 +372,7 @@ class ServerRollouts(RemoteRollouts):
 
         before = counted()
         with self._doing(TRAINING):
-            self.manager.update()
+            self.manager.update(is_stuck=True)
         self._timers.add(stage, before - counted())
 
     def _sample_eval(self, step: int, weight_version: int) -> None:

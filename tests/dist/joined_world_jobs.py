@@ -21,11 +21,56 @@ _kept: list[Any] = []
 
 def worker_ends() -> str:
     """Two trainers update two workers, the second of which ends. Return what a rank is told."""
-    rank = int(os.environ["RANK"])
-    store = _store()
-    world = JoinedWorld(store, rank=rank, size=4, name="ends", timeout_seconds=_TIMEOUT)
+    rank, store = int(os.environ["RANK"]), _store()
+    session = _session(store, rank, "ends")
+    if rank == 3:
+        assert session._attestor is not None
+        session._attestor.finish = lambda: os._exit(3)  # type: ignore[method-assign,assignment]
+    told = _updated(session, rank)
+    _meet(store, rank, 3, "again")  # for the end of a process closes its sockets
+    return told
+
+
+def worker_hangs() -> list[str]:
+    """Two trainers update two workers, the second of which hangs, and then goes on. Rank 0 is told
+    so by `check`. Return what a rank is told for each part of an update."""
+    rank, store, told = int(os.environ["RANK"]), _store(), []
+    for part in ("wait", "finish"):  # before the stream, and after it
+        session = _session(store, rank, part)
+        if rank == 0:
+            session._world.check = _Check()
+        if rank == 3:
+            of_attestor = getattr(session._attestor, part)
+
+            def hang(name: str = part, go_on: Any = of_attestor) -> Any:
+                store.get(f"{name}/others have gone on")
+                return go_on()
+
+            setattr(session._attestor, part, hang)
+        told.append(_updated(session, rank))
+        if rank < 3:
+            _meet(store, rank, 3, f"{part}, others")  # they do not wait for the one that hangs
+            store.set(f"{part}/others have gone on", "")
+        _meet(store, rank, 4, f"{part}, all")
+    return told
+
+
+class _Check:
+    """Finds a server that does not answer at its third call: not before the messages."""
+
+    num_calls = 0
+
+    def __call__(self) -> None:
+        self.num_calls += 1
+        if self.num_calls > 2:
+            raise RuntimeError("http://b does not answer")
+
+
+def _session(store: dist.Store, rank: int, name: str) -> Session:
+    """Return a rank's session: two trainers, then two workers."""
+    world = JoinedWorld(store, rank=rank, size=4, name=name, timeout_seconds=_TIMEOUT)
     trains = rank < 2
-    session = Session(
+    return Session(
         world,
         bucket_bytes=1 << 20,
         device="cpu",
@@ -34,9 +79,11 @@ def worker_ends() -> str:
         learn=None if trains else lambda _: {_TENSOR: (_BOX,)},
         attest=FULL,
     )
-    if rank == 3:
-        assert session._attestor is not None
-        session._attestor.finish = lambda: os._exit(3)  # type: ignore[method-assign,assignment]
+
+
+def _updated(session: Session, rank: int) -> str:
+    """Return what a rank is told by an update."""
+    trains = rank < 2
     try:
         session.update(
             "1",
@@ -45,11 +92,8 @@ def worker_ends() -> str:
             load=None if trains else _load,
         )
     except RuntimeError as error:
-        told = str(error)
-    else:
-        told = "no error"
-    _meet(store, rank, 3, "again")  # for the end of a process closes its sockets
-    return told
+        return str(error)
+    return "no error"
 
 
 def _store() -> dist.Store:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ import requests
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from mcore_rl.common.errors import UsageError
 from mcore_rl.common.http import client_session
+from mcore_rl.data.tokenizer import ends_of
+from mcore_rl.hybrid_engine.remote.engine_client import HTTPEngineClient
 from mcore_rl.hybrid_engine.remote.generate_client import GenerateClient, OtherVersion, Received
 from mcore_rl.hybrid_engine.remote.server_engine import ServerEngine, ServersConfig
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling, seed_of
@@ -71,7 +73,8 @@ def _play(checkpoint: str, vocab_size: int, servers: list[VLLMServer]) -> dict[s
         found = {
             "alone": [same(local, engine, request) for request in short_requests(local)],
             "other version": asyncio.run(_other_version(urls[0], vocab_size)),
-            "r3": _usage_error(engine_r3),
+            "r3": _without_experts(engine_r3),
+            "ends": ends(checkpoint, urls[0]),
         }
         found["cut"] = cut(local, engine, urls)
         patience = {"token_timeout_seconds": HANG_SECONDS, "probe_timeout_seconds": HANG_SECONDS}
@@ -145,6 +148,14 @@ def certain(candidates: tuple[list[list[int]], list[list[float]]]) -> list[list[
     ]
 
 
+def ends(checkpoint: str, url: str) -> list[tuple[bool, bool | None]]:
+    """Whether a response ends at a token by the files, and on the server."""
+    named = ends_of(Path(checkpoint), trust_remote_code=False)
+    client = HTTPEngineClient(url)
+    assert client.generates_tokens()
+    return [(token in named, client.ends_at(token)) for token in (*named, 5, 6)]
+
+
 async def _other_version(url: str, vocab_size: int) -> bool:
     async with client_session({}) as session:
         client = GenerateClient(session, url, vocab_size=vocab_size, token_timeout_seconds=60)
@@ -157,13 +168,10 @@ async def _other_version(url: str, vocab_size: int) -> bool:
         return False
 
 
-def _usage_error(engine: ServerEngine) -> str:
+def _without_experts(engine: ServerEngine) -> str | None:
     request = Request(0, np.arange(5, 9, dtype=np.int32), 3, Sampling(), with_routes=True)
-    try:
-        run(engine, [request])
-    except UsageError as error:
-        return str(error)
-    return ""
+    with engine.giving_up():
+        return run(engine, [request])[0].failure
 
 
 def long_requests() -> list[Request]:

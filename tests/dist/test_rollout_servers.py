@@ -56,11 +56,17 @@ def test_a_request_alone_has_the_tokens_and_log_probs_of_an_engine_in_process(re
     assert len(stopping["tokens"][0]) - 8 == len(rest["tokens"][0])
 
 
+def test_a_server_ends_responses_where_the_files_say(result):
+    assert {by_files for by_files, _ in result["ends"]} == {True, False}
+    assert all(by_files == on_server for by_files, on_server in result["ends"])
+
+
 def test_a_server_names_the_weights_of_its_tokens(result):
     assert result["other version"]
 
 
 def test_servers_that_do_not_return_experts_cannot_serve_r3(result):
+    assert "no server is left" in result["r3"]
     assert "r3" in result["r3"] and "--enable-return-routed-experts" in result["r3"]
 
 

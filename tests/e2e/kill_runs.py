@@ -168,10 +168,8 @@ def start(
             ending.faults.append("the exit code is 0")
         said = (f"rank      : {kill.rank} ", "SIGKILL")
         if setting.servers and kill.rank >= setting.num_trainers:
-            said = ()
-            if "the controllers failed" not in ending.output:  # they did not serve yet
-                number = kill.rank - setting.num_trainers
-                said = (f"controller {number} of --rl-rollout-servers ended by SIGKILL",)
+            number = kill.rank - setting.num_trainers
+            said = (f"controller {number} of --rl-rollout-servers ended by SIGKILL",)
         if any(text not in ending.output for text in said):
             ending.faults.append("the output does not name what was killed")
     elif ending.exit_code != exit_code:

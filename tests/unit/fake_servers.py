@@ -74,9 +74,11 @@ class FakeServer:
             "weight_transfer_config": {"backend": "mcore_rl"},
             "aux_output_config": {"enable_return_routed_experts": False},
         }
+        self.end_tokens = {2}
+        self.is_paused = False
         self.is_down = False  # closes each connection
         self.status = self.probe_status = 200
-        self.status_of_empty = 422  # requests to generate
+        self.status_of_get = 405  # of the route for token ids
         self.refusal = "nothing\nfor you " + "x" * 5000  # with another status
         # A semaphore: so many requests run at a time, and others wait for their turn.
         self.turns: AbstractAsyncContextManager[Any] = nullcontext()
@@ -94,11 +96,15 @@ class FakeServer:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
-        if not body:
-            raise _Answered(web.Response(status=self.status_of_empty))
         self.bodies.append(body)
         self.headers.append(dict(request.headers))
         self._check(request, self.status)
+        if not body["stream"]:
+            (token,) = body["sampling_params"]["allowed_token_ids"]
+            ends = token in self.end_tokens
+            choice = {"token_ids": [token] * (2 - ends), "finish_reason": "length"}
+            choice |= {"finish_reason": "stop"} if ends else {}
+            return web.json_response({"choices": [choice]})
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         self.num_running += 1
         self.most_running = max(self.most_running, self.num_running)
@@ -161,6 +167,9 @@ class FakeServer:
             response = web.Response(status=status, text=self.refusal, headers=location)
             raise _Answered(response)
 
+    async def _get_generate(self, _: web.Request) -> web.Response:
+        return web.Response(status=self.status_of_get)
+
     def reading(self, fields: Callable[[], dict[str, Any]]) -> Any:
         async def answer(request: web.Request) -> web.StreamResponse:
             self._check(request, self.probe_status)
@@ -180,6 +189,8 @@ class FakeServer:
 
         app = web.Application(middlewares=[answered])
         app.router.add_post("/inference/v1/generate", self.generate)
+        app.router.add_get("/inference/v1/generate", self._get_generate)
+        app.router.add_get("/is_paused", self.reading(lambda: {"is_paused": self.is_paused}))
         app.router.add_get("/health", self.reading(dict))
         app.router.add_get("/version", self.reading(lambda: {"version": self.vllm_version}))
         app.router.add_get(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import io
 import json
 import time
@@ -15,7 +16,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from mcore_rl.common.errors import UsageError
 from mcore_rl.common.http import client_session
 from mcore_rl.hybrid_engine.remote import generate_client
 from mcore_rl.hybrid_engine.remote.generate_client import (
@@ -199,7 +199,7 @@ def span(version: Any, start: Any, end: Any) -> dict[str, Any]:
         ([span("5", 0, 2), span("5", 3, 6)], WrongAnswer),
         ([], WrongAnswer),
         ("5", WrongAnswer),
-        (None, None),  # an older vLLM
+        (None, WrongAnswer),
         ([span("5", 0, 2), span("5", 2, 6)], None),
     ],
 )
@@ -211,6 +211,29 @@ def test_all_tokens_are_of_the_expected_weights(server, spans, fault):
     with pytest.raises(fault) as raised:
         run(server)
     assert not raised.value.keeps_tokens
+
+
+@pytest.mark.parametrize(
+    ("version", "sends_them"),
+    [("0.31.0", False), ("0.32.0", True), ("0.32.0+cpu", True), ("1.0rc1", True), ("main", True)],
+)
+def test_only_versions_of_vllm_that_name_weights_must_name_them(server, version, sends_them):
+    server.vllm_version, server.extra = version, {"weight_versions": None}
+
+    async def generate() -> Received:
+        async with client_session({}) as session:
+            client = GenerateClient(
+                session, server.url, vocab_size=VOCAB_SIZE, token_timeout_seconds=60
+            )
+            await client.probe(60)
+            await client.generate(REQUEST, found := Received(), 5)
+            return found
+
+    if not sends_them:
+        assert asyncio.run(generate()).token_ids == TOKENS
+        return
+    with pytest.raises(WrongAnswer, match="weight versions"):
+        asyncio.run(generate())
 
 
 @pytest.mark.parametrize(
@@ -306,6 +329,14 @@ def in_base64(array: np.ndarray) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
+def of_header(text: str) -> str:
+    """An array of NumPy with this header, and without values."""
+    header = text.encode() + b"\n"
+    return base64.b64encode(
+        b"\x93NUMPY\x01\0" + len(header).to_bytes(2, "little") + header
+    ).decode()
+
+
 def test_experts_come_with_the_last_event(server):
     reported = np.random.default_rng(0).integers(0, 8, size=(8, 3, 2)).astype(np.uint8)
     server.extra = {"routed_experts": in_base64(reported)}
@@ -322,6 +353,11 @@ def test_experts_come_with_the_last_event(server):
         "no base64!",
         "",
         base64.b64encode(b"\x93NUMPY" + b"\0" * 20).decode(),
+        base64.b64encode(b"PK\x03\x04 is no archive").decode(),
+        of_header("{'descr': '<i4', 'fortran_order': False, 'shape': (1" + "0" * 25 + ",)}"),
+        of_header("{'descr': '<i4', 'fortran_order': False, 'shape': (10000000000000,)}"),
+        of_header("{'descr': '<i4', 'shape': (5L,"),
+        of_header("{'descr': 'O', 'fortran_order': False, 'shape': (1,)}"),
         in_base64(np.zeros((8, 3, 2), dtype=np.float32)),
         in_base64(np.zeros((9, 3, 2), dtype=np.uint8)),
         in_base64(np.full((8, 3, 2), 8, dtype=np.uint8)),
@@ -335,11 +371,9 @@ def test_wrong_experts_are_a_wrong_answer(server, text):
         run(server, replace(REQUEST, with_routes=True), routed=ROUTED)
 
 
-def test_missing_experts_are_a_usage_error(server):
-    with pytest.raises(UsageError) as refused:
+def test_missing_experts_are_a_wrong_answer_with_a_remedy(server):
+    with pytest.raises(WrongAnswer, match="--enable-return-routed-experts"):
         run(server, replace(REQUEST, with_routes=True), routed=ROUTED)
-    assert refused.value.flag == "--rl-routing-replay r3"
-    assert "--enable-return-routed-experts" in refused.value.remedy
 
 
 def test_candidates_are_the_most_probable_tokens_whichever_was_sampled(server):
@@ -383,17 +417,19 @@ def test_wrong_candidates_are_a_wrong_answer(server, top):
     assert received.token_ids == TOKENS[:2] and len(received.top_tokens) == 2
 
 
-def test_server_that_refuses_so_many_candidates_is_a_usage_error(server):
+def test_server_that_refuses_so_many_candidates_is_at_fault(server):
     server.status, server.refusal = 400, "Requested sample logprobs of 31, which is greater than 20"
-    with pytest.raises(UsageError) as refused:
+    with pytest.raises(Refused, match="--max-logprobs 31") as refused:
         run(server, replace(REQUEST, num_top=30))
-    assert refused.value.flag == "--rl-score-centering 30"
-    assert "--max-logprobs 31" in refused.value.remedy
+    assert not refused.value.is_of_request
 
 
 def test_any_stream_is_a_response_or_a_server_fault(server):
     template = {"choices": [{"token_ids": [5], "logprobs": entries(-0.5, token=5)}]}
+    experts = in_base64(np.zeros((3, 3, 2), dtype=np.uint8))
     template["choices"][0] |= {"finish_reason": "stop", "weight_versions": [span("5", 0, 1)]}
+    template["choices"][0]["routed_experts"] = experts
+    request = replace(REQUEST, with_routes=True)
 
     @settings(hostile.BOUNDED, max_examples=60)
     @given(hostile.messages(template))
@@ -401,7 +437,7 @@ def test_any_stream_is_a_response_or_a_server_fault(server):
         server.raw = lambda number: b"data: " + event
         received = Received()
         try:
-            run(server, received=received)
+            run(server, request, received=received, routed=ROUTED)
         except ServerFault as fault:
             assert str(fault).isprintable() and len(str(fault)) < 1000
         assert all(0 <= token < VOCAB_SIZE for token in received.token_ids)
@@ -434,3 +470,14 @@ def test_a_probe_asks_for_health_and_versions(server):
     server.is_down = True
     with pytest.raises(Unreachable):
         probe(server)
+
+
+def test_any_answer_to_a_probe_is_a_state_or_a_server_fault(server):
+    @settings(hostile.BOUNDED, max_examples=40)
+    @given(hostile.values(), hostile.values())
+    def check(vllm_version: Any, weight_version: Any) -> None:
+        server.vllm_version, server.weight_version = vllm_version, weight_version
+        with contextlib.suppress(ServerFault):
+            probe(server)
+
+    check()

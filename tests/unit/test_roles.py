@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,10 +21,13 @@ from mcore_rl.batching.sample_exchange import RowExchange, Shares
 from mcore_rl.batching.table import rows_to_tokens, tokens_to_rows
 from mcore_rl.batching.train_batches import build_train_batch
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
+from mcore_rl.common import agreement
 from mcore_rl.common.errors import UsageError
+from mcore_rl.job import controllers
 from mcore_rl.job.validation import world_of_size
 from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, ROLLOUT, Roles, describe_ranks, parse_roles
 from mcore_rl.trainer.job import enter_role
+from mcore_rl.trainer.roles import remote
 from mcore_rl.trainer.roles.remote import Bridge, JointGroup, LocalRole, Message, RemoteRole, serve
 from mcore_rl.trainer.roles.samples import table_to_tensors, tensors_to_table
 from tests.held import table_of, tokens_of, train_batch
@@ -264,6 +271,22 @@ def test_lost_ranks_of_a_role_end_its_calls(lost, monkeypatch):
             role.call(Teacher.rest) if lost == "bridge" else marks_of_pages(role)
 
     all_at_once(ask, far.receive if lost == "bridge" else lambda: (far.receive(), far.receive()))
+
+
+def test_lost_controller_is_named_with_its_signal(monkeypatch, tmp_path):
+    error_file, exit_codes = tmp_path / "error.json", []
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
+    monkeypatch.setattr(agreement, "_has_cause", threading.Event())
+    monkeypatch.setattr(agreement, "_cause", [])
+    monkeypatch.setattr(controllers, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(os, "_exit", exit_codes.append)
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process.kill()
+    controllers._end_with_controller(process, 3)
+    said = "controller 3 of --rl-rollout-servers ended by SIGKILL"
+    assert exit_codes == [1] and remote._gone("Connection closed by peer") == said
+    agreement.leave_reason("RuntimeError: Connection closed by peer")  # as a rank that misses it
+    assert json.loads(error_file.read_text())["message"]["message"] == said
 
 
 @pytest.mark.usefixtures("world_of_one")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,14 +11,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.vllm_version import installed_vllm
 from mcore_rl.config import RLConfig
 from mcore_rl.model.config_json import ModelShape, read_model_shape
 from mcore_rl.trainer.server_checks import check_server, check_servers
+from tests import hostile
 from tests.model_shapes import CONFIGS
 from tests.unit.fake_servers import FakeServer, fake_servers
+
+ENDS = (2, 151645)  # of the job; the latter is that of CONFIGS' config.json
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +38,7 @@ def server(servers: list[FakeServer]) -> FakeServer:
     for each in servers:
         each.reset()
         each.vllm_version = installed[1].split("+")[0] + "+cpu"
+        each.end_tokens = {*ENDS, 7}
     return servers[0]
 
 
@@ -47,7 +53,7 @@ def spec_of(shape: ModelShape, *servers: FakeServer, **values: Any) -> Any:
     urls = ",".join(each.url for each in servers)
     config = RLConfig.of(rollout_servers=urls, **options)
     checkpoint = SimpleNamespace(folder=Path("/checkpoint"))
-    return SimpleNamespace(config=config, shape=shape, checkpoint=checkpoint)
+    return SimpleNamespace(config=config, shape=shape, checkpoint=checkpoint, end_tokens=ENDS)
 
 
 def test_server_that_fits_tells_how_many_requests_it_runs(server, servers, shape):
@@ -145,9 +151,9 @@ def test_another_vllm_is_refused(server, shape):
     _refused(server, spec_of(shape, server), "runs vLLM 0.1.0", "the same version")
 
 
-@pytest.mark.parametrize("status", [404, 405, 500])
+@pytest.mark.parametrize("status", [200, 404, 500])
 def test_server_without_the_route_for_token_ids_is_refused(server, shape, status):
-    server.status_of_empty = status
+    server.status_of_get = status
     _refused(server, spec_of(shape, server), "/inference/v1/generate", "--enable-scale-out")
 
 
@@ -169,3 +175,59 @@ def test_server_that_does_not_answer_is_named_and_others_are_checked(server, ser
     servers[1].vllm_version = "0.1.0"
     with pytest.raises(UsageError):
         check_servers(spec_of(shape, *servers))
+
+
+def test_vllm_takes_every_request_of_a_check(server, shape):
+    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+
+    check_server(server.url, spec_of(shape, server))
+    assert len(server.bodies) == len(ENDS)
+    for body in server.bodies:  # one that it refuses leaves a traceback in its log
+        GenerateRequest.model_validate_json(json.dumps(body))
+
+
+def test_server_that_ends_responses_elsewhere_is_refused(server, shape, tmp_path):
+    server.end_tokens = {2}
+    _refused(server, spec_of(shape, server), "at token 151645", "the checkpoint of the job")
+    server.is_paused = True  # after a failed update; it samples nothing
+    assert check_server(server.url, spec_of(shape, server)) == 32
+    server.is_paused, server.end_tokens = False, {*ENDS, 7}
+    model = server.configuration["model_config"]
+    for name, folder in (("generation_config", tmp_path / "other"), ("model", tmp_path / "model")):
+        folder.mkdir()
+        shutil.copy(CONFIGS / "qwen3-30b-a3b.json", folder / "config.json")
+        (folder / "generation_config.json").write_text('{"eos_token_id": [2, 151645]}')
+        model[name] = str(folder)
+        assert check_server(server.url, spec_of(shape, server)) == 32
+        (folder / "generation_config.json").write_text('{"eos_token_id": [2, 7]}')
+        _refused(server, spec_of(shape, server), "at token 7", "the checkpoint of the job")
+        model[name] = "auto"
+
+
+@pytest.mark.parametrize("model", ["m" * 300, "a\0b", "/" + "m/" * 3000, 5, None, {"a": 1}])
+def test_model_of_any_name_may_be_elsewhere(server, shape, model):
+    server.configuration["model_config"]["model"] = model
+    assert check_server(server.url, spec_of(shape, server)) == 32
+
+
+def test_refusal_cuts_short_what_a_server_says(server, shape):
+    server.configuration["model_config"]["logprobs_mode"] = "raw\n" * 5000
+    with pytest.raises(UsageError) as error:
+        check_server(server.url, spec_of(shape, server))
+    assert len(error.value.found) < 600 and error.value.found.isprintable()
+
+
+def test_any_configuration_is_accepted_refused_or_named(server, shape):
+    spec, sound = spec_of(shape, server), server.configuration
+
+    @settings(hostile.BOUNDED, max_examples=40)
+    @given(hostile.changed(sound))
+    def check(configuration: Any) -> None:
+        server.configuration = configuration
+        try:
+            silent = check_servers(spec)
+        except UsageError:
+            return
+        assert silent == [] or silent[0].startswith(f"{server.url} is not checked: ")
+
+    check()

@@ -11,11 +11,16 @@ import pytest
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
+from mcore_rl.hybrid_engine.remote import engine_client
+from mcore_rl.hybrid_engine.remote.engine_client import HealthWatch, HTTPEngineClient
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.timeline import Activity
 from mcore_rl.trainer import servers
+from mcore_rl.trainer.controller_ranks import Wait
 from mcore_rl.trainer.rollouts import NoServersLeft
 from mcore_rl.trainer.servers import ServerRollouts, ServerSync
+from tests.unit.fake_servers import fake_servers
+from tests.unit.server_engines import until
 
 pytestmark = pytest.mark.usefixtures("alone")
 A, B, C = (f"http://{name}:8000" for name in "abc")
@@ -34,7 +39,10 @@ class World:
         self.sent: list[tuple[str, ...]] = []  # servers of each transfer
         self.connections = 0
         self.admitted: dict[str, int] = {}
-        self.without_since = self.now
+        self.without_since = self.now  # a token
+        self.faults: dict[str, str] = {}  # of servers, as controllers have seen them
+        self.hanging: set[str] = set()  # servers that stop answering while they receive weights
+        self.hanging_workers: set[str] = set()  # that go on answering, but end no call
         self.answers: list[dict[str, Any]] = []  # of controllers, to calls that sample
 
     def sleep(self, seconds: float) -> None:
@@ -53,7 +61,8 @@ class World:
 
     def begin_update(self) -> dict[str, Any]:
         self.admitted = {}
-        return {"urls": list(self.answering), "seconds": self.now - self.without_since}
+        waited = self.now - self.without_since
+        return {"urls": list(self.answering), "seconds": waited, "faults": self.faults}
 
     def admit(self, *, capacities: dict[str, int], weight_version: int) -> None:
         self.admitted = capacities
@@ -64,12 +73,16 @@ class World:
 
     collect = sample_eval
 
+    def abandon_step(self) -> None:
+        pass
+
 
 class Connection:
     """As the trainer's end of a connection to servers."""
 
     def __init__(self, world: World, urls: Sequence[str]) -> None:
         self.world, self.urls = world, tuple(urls)
+        self.hanging: list[int] = []
 
     def connect(self) -> None:
         self.world.connections += 1
@@ -77,7 +90,9 @@ class Connection:
     def send_weights(self, version: str) -> Any:
         self.world.sent.append(self.urls)
         self.world.now += self.world.update_seconds
-        if self.world.failing & {*self.urls}:
+        hanging = self.world.hanging_workers
+        self.hanging = [number for number, url in enumerate(self.urls) if url in hanging]
+        if {*self.urls} & (self.world.failing | self.world.hanging | hanging):
             raise RuntimeError("a worker is gone")
         return SimpleNamespace(received_bytes=[1], needed_bytes=[1])
 
@@ -90,6 +105,11 @@ class Sync(ServerSync):
 
     def _engine(self, urls: Sequence[str]) -> Any:
         return Connection(self.world, urls)
+
+    def _watched(self, urls: Sequence[str]) -> HealthWatch:
+        watch = HealthWatch(())
+        watch.faults = {url: "no answer within 30 s" for url in urls if url in self.world.hanging}
+        return watch
 
 
 @pytest.fixture
@@ -180,6 +200,23 @@ def test_server_that_was_away_is_tried_at_once(world, sync):
     assert sent(world, sync) == [(A, B, C)]
 
 
+@pytest.mark.parametrize("answers", [False, True])
+def test_server_that_hangs_in_an_update_is_blamed_and_the_others_get_the_weights_together(
+    world, sync, caplog, answers
+):
+    hanging = world.hanging_workers if answers else world.hanging
+    hanging.add(B)
+    assert sent(world, sync) == [(A, B, C), (A, C)]
+    assert world.admitted.keys() == {A, C}
+    blamed = [line for line in caplog.messages if "gets no requests" in line]
+    assert len(blamed) == 1 and f"{B} gets no requests: it hung" in blamed[0]
+    assert ("no answer within 30 s" in blamed[0]) != answers
+    assert sent(world, sync) == [(A, C)]
+    hanging.clear()
+    assert sent(world, sync) == [(A, C), (B,)]
+    assert sent(world, sync) == [(A, B, C)]
+
+
 def test_failing_servers_are_tried_all_the_time_while_no_other_is_left(world, sync):
     world.failing = {A, B, C}
     tries: list[int] = []
@@ -196,6 +233,29 @@ def test_failing_servers_are_tried_all_the_time_while_no_other_is_left(world, sy
     # The pause grows with updates, not with tries.
     world.sent = []
     assert [(A,) in sent(world, sync) for _ in range(4)] == [False, True, False, False]
+
+
+def test_wait_counts_from_the_last_token_and_only_while_trainers_wait():
+    now = 100.0
+    wait = Wait(lambda: now)
+    wait.begin()
+    now += 5  # an update
+    wait.begin()
+    now += 7  # another one, since no server was left
+    assert wait.seconds == 12
+    wait.end()
+    now += 1000  # training
+    assert wait.seconds == 12
+    wait.begin()
+    now += 3
+    assert wait.seconds == 15
+    wait.forget()  # a token
+    now += 2
+    assert wait.seconds == 2
+    wait.end()
+    wait.forget()
+    now += 2
+    assert wait.seconds == 0
 
 
 # What waits count as
@@ -275,6 +335,21 @@ def test_wait_for_servers_is_neither_a_hang_nor_training_nor_a_hand_over(waiting
 
 
 @pytest.mark.parametrize("stage", ["rollout", "eval"])
+def test_run_without_a_token_ends_though_servers_take_the_weights(waiting, stage):
+    waiting.world.answers = [{} for _ in range(2000)]
+    waiting.world.faults = {B: "HTTP status 500"}
+    sample = {"rollout": waiting.rollouts._collect, "eval": waiting.rollouts._sample_eval}[stage]
+    arguments = {"rollout": {}, "eval": {"step": 0}}[stage]
+    began = waiting.world.now
+    with pytest.raises(NoServersLeft, match="HTTP status 500"):
+        sample(weight_version=1, **arguments)
+    assert 7200 <= waiting.world.now - began <= 7220
+    # The next step's update tries the servers before it ends the run.
+    with waiting.sync:
+        pass
+
+
+@pytest.mark.parametrize("stage", ["rollout", "eval"])
 def test_update_within_a_stage_is_counted_once(waiting, stage):
     waiting.world.answers = [{}, {"is_done": True}]
     waiting.no_server_for(100)
@@ -289,3 +364,17 @@ def test_update_within_a_stage_is_counted_once(waiting, stage):
     assert {name: waiting.timers[name] for name in expected} == expected
     _, idle_share = waiting.activity.take()
     assert idle_share == pytest.approx(114 / 117)
+
+
+def test_health_watch_names_the_server_that_does_not_answer(monkeypatch):
+    monkeypatch.setattr(engine_client, "_PAUSE_SECONDS", 0.005)
+    with fake_servers(2) as found:
+        clients = [HTTPEngineClient(each.url, 60) for each in found]
+        with HealthWatch(clients) as watch:
+            until(lambda: all(each.num_probes > 2 for each in found))
+            watch.check()
+            found[1].is_down = True
+            until(lambda: watch.faults)
+            assert [*watch.faults] == [found[1].url]
+            with pytest.raises(RuntimeError, match=found[1].url):
+                watch.check()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Iterator
@@ -11,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
 
 from mcore_rl.batching.assignment import division_of
 from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.batching.table import SampleTable, SampleTokens
 from mcore_rl.batching.types import StepBatch
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.http import HTTPFailure
 from mcore_rl.hybrid_engine.remote import prompt_scores
 from mcore_rl.hybrid_engine.remote.prompt_scores import PromptScores, ScoringFailed
 from mcore_rl.job.teachers import check_same_vocabulary
@@ -32,6 +35,7 @@ from mcore_rl.planner.settings import GB
 from mcore_rl.tools.plan.command_line import read_command_line
 from mcore_rl.trainer.roles.samples import batch_by_plan, plan_epochs
 from mcore_rl.trainer.roles.teacher import StepTeachers, Teacher, known_to
+from tests import hostile
 from tests.model_shapes import CONFIGS
 from tests.scoring_server import ScoringServer, log_prob_of, scoring_server
 from tests.unit.test_data import save_tokenizer
@@ -105,6 +109,44 @@ def test_no_wrong_answer_is_believed(answer: Any, server: ScoringServer) -> None
     server.answer = answer
     with pytest.raises(ScoringFailed, match="answer has"):
         PromptScores(server.url, {}).log_probs(SAMPLES[:1], 60)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [5, None, [1], {}, {"data": 5}, {"data": True}, {"data": [5]}, {"data": {"a": 1}}, {"data": []}]
+    + [{"data": [{"max_model_len": each}]} for each in ("x", 1e999, -1, [4], None, 10**400)],
+)
+def test_models_of_another_form_are_no_length_or_a_failure(
+    answer: Any, server: ScoringServer
+) -> None:
+    server.models = answer
+    with contextlib.suppress(HTTPFailure):
+        assert PromptScores(server.url, {}).max_tokens() is None
+    server.models = {"data": [{"id": "teacher", "max_model_len": 4096}]}
+    assert PromptScores(server.url, {}).max_tokens() == 4096
+
+
+@pytest.mark.parametrize("answer", [5, [], {}, {"tokens": 5}, {"tokens": ["a"]}, {"tokens": [1.5]}])
+def test_tokens_of_another_form_are_a_failure(answer: Any, server: ScoringServer) -> None:
+    server.tokens = answer
+    with pytest.raises(HTTPFailure, match="list of tokens"):
+        PromptScores(server.url, {}).tokens_of("text")
+    server.tokens = {"tokens": [1, 2]}
+    assert PromptScores(server.url, {}).tokens_of("text") == [1, 2]
+
+
+def test_any_answer_is_scores_or_a_failure(server: ScoringServer) -> None:
+    tokens = SAMPLES[0].tolist()
+    sound = _entries(*({str(token): {"logprob": -1.0}} for token in tokens[1:]))
+
+    @settings(hostile.BOUNDED, max_examples=30)
+    @given(hostile.changed(sound))
+    def check(answer: Any) -> None:
+        with contextlib.suppress(HTTPFailure):
+            found = prompt_scores.log_probs_in(answer, tokens)
+            assert len(found) == 3 and all(-9999 < each <= 1e-6 for each in found)
+
+    check()
 
 
 def tokenizer(folder: Path, **changed: int) -> Path:

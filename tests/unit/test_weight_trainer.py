@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -17,10 +18,10 @@ from mcore_rl.hybrid_engine.remote.trainer import (
 )
 
 
-def trainer_of(*engines: Any, timeout_seconds: float = 60.0) -> Any:
+def trainer_of(*engines: Any, timeout_seconds: float = 60.0, **options: Any) -> Any:
     source: Any = SimpleNamespace(shards=SimpleNamespace(device=torch.device("cpu")))
     info = MegatronTrainerInitInfo(rank=0, timeout_seconds=timeout_seconds)
-    return MegatronTrainerWeightTransferEngine(info, source=source, engines=engines)
+    return MegatronTrainerWeightTransferEngine(info, source=source, engines=engines, **options)
 
 
 @pytest.fixture
@@ -30,12 +31,31 @@ def over() -> Iterator[threading.Event]:
     event.set()
 
 
+@pytest.fixture(autouse=True)
+def little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_GRACE_SECONDS", 0.05)
+
+
 @pytest.mark.usefixtures("alone")
 def test_server_that_does_not_answer_ends_a_connection_after_the_timeout(over):
     sound, hanging = SimpleNamespace(num_workers=lambda: 1), SimpleNamespace(num_workers=over.wait)
     trainer = trainer_of(sound, hanging, timeout_seconds=0.2)
     with pytest.raises(RuntimeError, match=r"engines \[1\] did not answer a call within 0\.2 s"):
         trainer.connect()
+    assert trainer.hanging == [1]
+
+
+@pytest.mark.usefixtures("alone")
+def test_check_ends_the_wait_for_a_server_before_the_timeout(over):
+    hanging, calls = SimpleNamespace(num_workers=over.wait), []
+
+    def check() -> None:
+        calls.append("check")
+        if len(calls) == 3:
+            raise RuntimeError("http://b does not answer")
+
+    with pytest.raises(RuntimeError, match="http://b does not answer"):
+        trainer_of(hanging, timeout_seconds=3600.0, check=check).connect()
 
 
 @pytest.mark.usefixtures("alone")
@@ -53,23 +73,32 @@ def test_servers_are_called_at_once(over):
         trainer_of(first, SimpleNamespace(num_workers=fails)).connect()
 
 
-@pytest.mark.parametrize(("seconds", "num_started"), [(1.0, 2), (301.0, 1)])
-def test_update_is_not_begun_again_once_the_trainer_has_given_up(seconds, num_started, monkeypatch):
-    now, calls = [0.0], []
+@pytest.mark.parametrize(
+    ("closed_by", "expected"),
+    [
+        (None, ["pause", "start", "end", "start"]),
+        ("start", ["pause", "start"]),
+        ("pause", ["pause"]),
+    ],
+)
+def test_update_is_not_begun_again_once_the_trainer_has_given_up(closed_by, expected):
+    calls, is_closed = [], threading.Event()
 
     def start() -> None:
-        calls.append("start")
-        now[0] += seconds
+        record("start")()
         raise RuntimeError("an update has begun already")
 
     def record(name: str) -> Any:
-        return lambda *_: calls.append(name)
+        def call(*_: Any) -> None:
+            calls.append(name)
+            if name == closed_by:  # the server answers after a long time
+                is_closed.set()
+
+        return call
 
     engine: Any = SimpleNamespace(
         pause=record("pause"), start_weight_update=start, update_weights=record("end")
     )
-    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    with pytest.raises(RuntimeError, match="begun already"):
-        module._start_update("keep", 300.0, engine)
-    assert calls[0] == "pause" and calls.count("start") == num_started
-    assert ("end" in calls) == (num_started > 1)
+    with contextlib.suppress(RuntimeError):
+        module._start_update("keep", is_closed, engine)
+    assert calls == expected

@@ -176,17 +176,19 @@ class Attestor:
     def wait(self) -> None:
         """Wait for the exchange that `begin` has begun. Collective over the world."""
         if self._exchange is not None:
-            self._exchange.wait()
-            self._synchronize()
-            # It would keep the sockets of its group open, and other ranks wait for their end.
-            self._exchange = None
+            exchange, self._exchange = self._exchange, None
+            self._finish(exchange)
 
-    def _synchronize(self) -> None:
-        """Wait for what was exchanged on the device: reading it would wait even for a lost rank."""
-        if self._device.type == "cuda":
-            event = torch.cuda.Event()
-            event.record()
-            self._world.synchronize(event)
+    def _finish(self, exchange: Any) -> None:
+        """Wait for an exchange, but not for a lost rank."""
+        if self._device.type != "cuda":
+            self._world.wait(exchange, self._world.everyone)
+            return
+        exchange.wait()
+        # Reading what was exchanged would wait even for a lost rank.
+        event = torch.cuda.Event()
+        event.record()
+        self._world.synchronize(event)
 
     def repeat(self) -> None:
         """Restart with the same version, and discard the hashes of what was loaded so far."""
@@ -235,8 +237,7 @@ class Attestor:
         mine = self._mismatches(expected)
         faults = [text for text in (self._fault, fault) if text is not None]
         count = torch.tensor([len(mine) + len(faults)], device=self._device)
-        dist.all_reduce(count, group=self._world.everyone)
-        self._synchronize()
+        self._finish(dist.all_reduce(count, group=self._world.everyone, async_op=True))
         reports: list[Any] = []
         if count.item():
             mine_and_faults = (len(mine), mine[:_SHOWN], faults)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any, Protocol
+import threading
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any, Protocol, Self
 
 from vllm.distributed.weight_transfer.base import VLLMWeightSyncClient
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
@@ -15,6 +18,8 @@ from mcore_rl.common.readers import InvalidData, integer_within, parse_json
 
 _MOST_WORKERS = 1 << 20
 _MAX_ANSWER_BYTES = 1 << 20
+_GENERATE = "inference/v1/generate"
+_PAUSE_SECONDS = 1.0  # between two probes
 
 
 class EngineClient(VLLMWeightSyncClient, Protocol):
@@ -113,6 +118,10 @@ class HTTPEngineClient(HTTPVLLMWeightSyncClient):
             raise self._failed("GET", "get_world_size", "returned no number of workers", b"")
         return found
 
+    def require_health(self) -> None:
+        """Raise RuntimeError if the server does not answer, or its engine is dead."""
+        self._answer("GET", "health")
+
     def vllm_version(self) -> str:
         """Return the version of the server's vLLM."""
         return str(self._get("version", "version"))
@@ -127,11 +136,27 @@ class HTTPEngineClient(HTTPVLLMWeightSyncClient):
     def generates_tokens(self) -> bool:
         """Return whether the server has the route that takes and returns token ids."""
         try:
-            self._request("POST", "inference/v1/generate", {})
+            self._request("GET", _GENERATE, None)
         except HTTPFailure as failure:
-            # An empty request is refused as such where the route is open.
-            return failure.status in (400, 422)
-        return True
+            # Elsewhere 404. Unlike an empty request it leaves no traceback in the server's log.
+            return failure.status == HTTPStatus.METHOD_NOT_ALLOWED
+        return False
+
+    def ends_at(self, token: int) -> bool | None:
+        """Return whether a response ends at a token; None if the server does not sample now, or not
+        as asked."""
+        if self.is_paused():
+            return None
+        sampling = {"max_tokens": 2, "allowed_token_ids": [token], "detokenize": False}
+        body = {"token_ids": [token], "sampling_params": sampling, "stream": False}
+        try:
+            answer = parse_json(self._request("POST", _GENERATE, body))
+        except HTTPFailure as failure:
+            if failure.status == HTTPStatus.BAD_REQUEST:
+                return None
+            raise self._failed("POST", _GENERATE, f"failed: {failure}", failure.answer) from None
+        (choice,) = answer["choices"]
+        return bool(choice["finish_reason"] == "stop")
 
     def weight_version(self) -> str:
         """Return the version of the last finished update; "default" before the first."""
@@ -147,3 +172,39 @@ class HTTPEngineClient(HTTPVLLMWeightSyncClient):
 
     def resume(self) -> None:
         self._post("resume")
+
+
+class HealthWatch:
+    """Probes servers in threads of its own, within a context: a server that hangs in the midst of
+    an update is known before the update's messages time out.
+
+    Example: after `with HealthWatch(clients) as watch: ...`, `watch.faults` is
+    `{"http://b:8000": "GET http://b:8000/health failed: timed out: no answer within 30 s"}`.
+    """
+
+    def __init__(self, clients: Sequence[HTTPEngineClient]) -> None:
+        """The timeout of `clients` is that of a probe."""
+        self._clients = clients
+        self.faults: dict[str, str] = {}  # by URL
+        self._has_ended = threading.Event()
+
+    def __enter__(self) -> Self:
+        for client in self._clients:
+            threading.Thread(target=self._watch, args=(client,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._has_ended.set()
+
+    def check(self) -> None:
+        """Raise RuntimeError if a server has not answered."""
+        for fault in self.faults.values():
+            raise RuntimeError(fault)
+
+    def _watch(self, client: HTTPEngineClient) -> None:
+        while not self._has_ended.wait(_PAUSE_SECONDS):
+            try:
+                client.require_health()
+            except RuntimeError as error:
+                self.faults[client.base_url] = str(error)
+                return

@@ -7,9 +7,10 @@
     data: [DONE]
 
 The last event of a response has a finish reason, the weight versions of its tokens
-(`WeightVersionSpan`), and, with --enable-return-routed-experts, the experts of prompt and response.
-Log-probs are of the distribution that was sampled from only with --logprobs-mode
-processed_logprobs, which an answer does not show. Nothing in an answer is believed unchecked.
+(`WeightVersionSpan`, from vLLM 0.32 on), and, with --enable-return-routed-experts, the experts of
+prompt and response. Log-probs are of the distribution that was sampled from only with
+--logprobs-mode processed_logprobs, which an answer does not show. Nothing in an answer is believed
+unchecked, and whatever else an answer causes is a fault of its server (`answers_of`).
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ import base64
 import contextlib
 import io
 import json
+import logging
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import aiohttp
 import numpy as np
+from packaging.version import InvalidVersion, Version
 
 from mcore_rl.batching.types import TopTokens
-from mcore_rl.common.errors import UsageError
 from mcore_rl.common.http import HTTPFailure, answer_to, lines_of, quoted, request
 from mcore_rl.common.readers import InvalidData, finite_number, integer_within, parse_json
+from mcore_rl.common.vllm_version import WEIGHT_VERSIONS_SINCE
 from mcore_rl.hybrid_engine.vllm.generation import (
     FINISH_REASONS,
     NO_LOG_PROB,
@@ -40,6 +43,8 @@ from mcore_rl.hybrid_engine.vllm.generation import (
 )
 from mcore_rl.moe.routing import RoutedLayers, Routes
 from mcore_rl.moe.routing_capture import routes_of
+
+logger = logging.getLogger(__name__)
 
 _MAX_EVENT_BYTES = 1 << 20  # without routes
 _MAX_CANDIDATE_BYTES = 128  # of one of the most probable tokens of a position
@@ -96,6 +101,18 @@ class OtherVersion(ServerFault):
     kind, keeps_tokens = "other_version", False
 
 
+@contextlib.contextmanager
+def answers_of(url: str) -> Iterator[None]:
+    """Within it, whatever a server's answer causes is a ServerFault: no answer ends a run."""
+    try:
+        yield
+    except ServerFault:
+        raise
+    except Exception as error:  # of any type: readers and libraries raise their own
+        logger.debug("an answer of %s", url, exc_info=True)
+        raise WrongAnswer(f"an answer that cannot be read ({type(error).__name__})") from error
+
+
 @dataclass(slots=True)
 class Received:
     """Tokens of a request that have arrived; grows while the request runs.
@@ -110,6 +127,7 @@ class Received:
     routes: Routes | None = None  # of a complete response
     # Whether a response ends with the last of these tokens, though the server goes on.
     ends: Callable[[Sequence[int]], bool] | None = None
+    is_cut: bool = False  # by `ends`: the server's last event has not arrived
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,16 +163,26 @@ class GenerateClient:
         self.url = url
         self._session, self._vocab_size, self._routed = session, vocab_size, routed
         self._timeout_seconds, self._shows_refusals = token_timeout_seconds, shows_refusals
-        self._last_token_at = -math.inf  # of any request, by the loop's clock
+        self.last_token_at = -math.inf  # of any request, by the loop's clock
+        self._names_weights = True  # in its answers, as far as is known
 
     async def generate(self, request: Request, received: Received, weight_version: int) -> None:
         """Run `request` to its end, and append its tokens to `received` as they arrive.
 
-        Cancelling it closes the connection, and the server aborts the request. Raises ServerFault;
-        `received` then has the tokens before the fault. Raises UsageError if the server does not
-        return the experts that the request asks for.
+        Cancelling it closes the connection, and the server aborts the request. Raises ServerFault,
+        and nothing else, whatever the server answers; `received` then has the tokens before it.
         """
-        reader = _EventReader(request, received, self._vocab_size, weight_version)
+        with answers_of(self.url):
+            await self._generate(request, received, weight_version)
+
+    async def _generate(self, request: Request, received: Received, weight_version: int) -> None:
+        reader = _EventReader(
+            request,
+            received,
+            self._vocab_size,
+            weight_version,
+            names_weights=self._names_weights,
+        )
         sampling = sampling_fields(request)
         if request.num_top:
             sampling["logprobs"] = num_log_probs(request.num_top, self._vocab_size)
@@ -177,7 +205,7 @@ class GenerateClient:
             ):
                 async for line in lines_of(response, self._max_event_bytes(request)):
                     if self._read(line, reader):
-                        self._last_token_at = asyncio.get_running_loop().time()
+                        self.last_token_at = asyncio.get_running_loop().time()
                     if reader.finish_reason is not None:
                         self._read_routes(reader)
                         received.finish_reason = reader.finish_reason
@@ -186,11 +214,10 @@ class GenerateClient:
             raise TimedOut(f"no token within {self._timeout_seconds:g} s") from None
         except HTTPFailure as failure:
             if request.num_top and b"logprobs" in (failure.answer or b""):
-                raise UsageError(
-                    f"needs {sampling['logprobs']} log-probs of each token, which {self.url} "
-                    "refuses",
-                    flag=f"--rl-score-centering {request.num_top}",
-                    remedy=f"start its vllm serve with --max-logprobs {sampling['logprobs']}",
+                raise Refused(
+                    f"it refuses {sampling['logprobs']} log-probs of each token, which "
+                    f"--rl-score-centering {request.num_top} needs; start its vllm serve with "
+                    f"--max-logprobs {sampling['logprobs']}"
                 ) from None
             raise self._fault(failure) from None
         raise Unreachable("the stream ended before the response")
@@ -205,7 +232,7 @@ class GenerateClient:
 
             def check() -> None:
                 nonlocal timer
-                due = max(started, self._last_token_at) + seconds
+                due = max(started, self.last_token_at) + seconds
                 if loop.time() < due:
                     timer = loop.call_at(due, check)
                 else:
@@ -220,11 +247,14 @@ class GenerateClient:
     async def probe(self, timeout_seconds: float) -> ServerState:
         """Return the state of a server whose engine runs. Each of three requests may take
         `timeout_seconds`. Raises ServerFault."""
-        await self._get("health", timeout_seconds)  # fails if the engine behind it is dead
-        return ServerState(
-            _text(await self._get("version", timeout_seconds), "version"),
-            _text(await self._get("weight_info", timeout_seconds), "weight_version"),
-        )
+        with answers_of(self.url):
+            await self._get("health", timeout_seconds)  # fails if the engine behind it is dead
+            state = ServerState(
+                _text(await self._get("version", timeout_seconds), "version"),
+                _text(await self._get("weight_info", timeout_seconds), "weight_version"),
+            )
+        self._names_weights = _names_weights(state.vllm_version)
+        return state
 
     async def _get(self, path: str, timeout_seconds: float) -> bytes:
         try:
@@ -275,13 +305,12 @@ class GenerateClient:
         return reader.read(event)
 
     def _read_routes(self, reader: _EventReader) -> None:
-        if self._routed is None or not reader.request.with_routes or reader.is_cut:
+        if self._routed is None or not reader.request.with_routes or reader.received.is_cut:
             return
         if reader.routes_text is None:
-            raise UsageError(
-                f"needs the experts of each token, which {self.url} does not return",
-                flag="--rl-routing-replay r3",
-                remedy="start its vllm serve with --enable-return-routed-experts",
+            raise WrongAnswer(
+                "it does not return the experts of each token, which --rl-routing-replay r3 needs; "
+                "start its vllm serve with --enable-return-routed-experts"
             )
         reader.received.routes = reader.routes(self._routed)
 
@@ -290,13 +319,18 @@ class _EventReader:
     """Checks the events of one stream, and adds their tokens to what has been received."""
 
     def __init__(
-        self, request: Request, received: Received, vocab_size: int, weight_version: int
+        self,
+        request: Request,
+        received: Received,
+        vocab_size: int,
+        weight_version: int,
+        *,
+        names_weights: bool,
     ) -> None:
-        self.request, self.received = request, received
+        self.request, self.received, self._names_weights = request, received, names_weights
         self._last_token, self._weight_version = vocab_size - 1, str(weight_version)
         self.finish_reason: str | None = None
         self.routes_text: str | None = None
-        self.is_cut = False  # by `Received.ends`: the server's last event has not arrived
 
     def read(self, event: Any) -> bool:
         """Read an event; return whether it had tokens. Raises WrongAnswer, OtherVersion or
@@ -316,7 +350,7 @@ class _EventReader:
             self.received.log_probs.append(log_probs[place])
             self.received.top_tokens += top[place : place + 1]
             if self.received.ends is not None and self.received.ends(self.received.token_ids):
-                reason, self.is_cut = "stop", True
+                reason, self.received.is_cut = "stop", True
                 break
         self.finish_reason = reason
         return bool(tokens)
@@ -371,8 +405,8 @@ class _EventReader:
         self.routes_text = routes
 
     def _check_versions(self, spans: Any, num_tokens: int) -> None:
-        """Check spans `[start, end)` of tokens, if there are any."""
-        if spans is None:
+        """Check spans `[start, end)` of tokens; an older vLLM sends none."""
+        if spans is None and not self._names_weights:
             return
         end = 0
         for span in spans if isinstance(spans, list) else [None]:
@@ -385,13 +419,11 @@ class _EventReader:
             raise WrongAnswer("spans of weight versions do not cover the response")
 
     def routes(self, routed: RoutedLayers) -> Routes:
-        """Return the experts of all tokens except the last. Raises WrongAnswer."""
+        """Return the experts of all tokens except the last. Raises WrongAnswer, or what numpy
+        raises."""
         assert self.routes_text is not None
-        try:
-            data = base64.b64decode(self.routes_text, validate=True)
-            reported = np.load(io.BytesIO(data), allow_pickle=False)
-        except (ValueError, EOFError, MemoryError, SyntaxError):
-            raise WrongAnswer("experts are not an array") from None
+        data = base64.b64decode(self.routes_text, validate=True)
+        reported = np.load(io.BytesIO(data), allow_pickle=False)
         if not isinstance(reported, np.ndarray) or not np.issubdtype(reported.dtype, np.integer):
             raise WrongAnswer("experts are not an array of integers")
         num_computed = len(self.request.token_ids) + len(self.received.token_ids) - 1
@@ -399,6 +431,14 @@ class _EventReader:
         if isinstance(found, str):
             raise WrongAnswer(found)
         return found
+
+
+def _names_weights(vllm_version: str) -> bool:
+    """Return whether answers of this vLLM name the weight versions of their tokens."""
+    try:
+        return Version(vllm_version) >= Version(WEIGHT_VERSIONS_SINCE)
+    except InvalidVersion:
+        return True
 
 
 def _text(answer: bytes, name: str) -> str:

@@ -11,9 +11,11 @@ Nothing in an answer is believed unchecked.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import operator
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -38,34 +40,35 @@ class ScoringFailed(Exception):
 
 class PromptScores:
     """Client of the server at `url`. `header` is sent with each request; a server's text is shown
-    only without one, since it may repeat it."""
+    only without one, since it may repeat it. A request may take `request_seconds`."""
 
-    def __init__(self, url: str, header: Mapping[str, str]) -> None:
+    def __init__(
+        self, url: str, header: Mapping[str, str], *, request_seconds: float = _REQUEST_SECONDS
+    ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._header = header
+        self._header, self._request_seconds = header, request_seconds
 
     def log_probs(self, samples: Sequence[np.ndarray], wait_seconds: float) -> list[np.ndarray]:
         """Return, for each of `samples` `[t]` int32, `[t]` float32: position j has the log-prob of
         token j+1, the last one 0. A failed request is repeated for `wait_seconds`. Raises
-        ScoringFailed."""
+        ScoringFailed, and nothing else, whatever the server answers."""
         return asyncio.run(self._scored(samples, time.monotonic() + wait_seconds))
 
     def max_tokens(self) -> int | None:
         """Return the server's --max-model-len; None if it does not tell. Raises HTTPFailure."""
         models = asyncio.run(self._once("GET", "v1/models"))
-        for model in models.get("data") or [] if isinstance(models, dict) else []:
-            if isinstance(model, dict) and "max_model_len" in model:
-                return integer_within(model["max_model_len"], 1, _MOST_TOKENS)
+        with _reading("no list of models"):
+            for model in models["data"]:
+                if "max_model_len" in model:
+                    return integer_within(model["max_model_len"], 1, _MOST_TOKENS)
         return None
 
     def tokens_of(self, text: str) -> list[int]:
         """Return the server's tokens of `text`, without special ones. Raises HTTPFailure."""
         body = {"prompt": text, "add_special_tokens": False}
         found = asyncio.run(self._once("POST", "tokenize", body))
-        tokens = found.get("tokens") if isinstance(found, dict) else None
-        if not isinstance(tokens, list):
-            raise HTTPFailure("answer has another form", "it has no list of tokens")
-        return tokens
+        with _reading("no list of tokens"):
+            return [operator.index(token) for token in found["tokens"]]
 
     async def _once(self, method: str, path: str, body: Any = None) -> Any:
         async with client_session(self._header) as session:
@@ -79,7 +82,7 @@ class PromptScores:
             method,
             f"{self.url}/{path}",
             body=None if body is None else json.dumps(body).encode(),
-            timeout_seconds=_REQUEST_SECONDS,
+            timeout_seconds=self._request_seconds,
             max_answer_bytes=max_answer_bytes,
             keeps_refusal=True,
         )
@@ -128,6 +131,15 @@ class PromptScores:
         return found
 
 
+@contextlib.contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Within it, whatever an answer causes is an HTTPFailure: it has `what`."""
+    try:
+        yield
+    except Exception:  # of any type: an answer may have anything at any place
+        raise HTTPFailure("answer has another form", f"it has {what}") from None
+
+
 async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Return the results in order, or raise the first failure after cancelling the rest."""
     tasks = [asyncio.ensure_future(work) for work in works]
@@ -141,15 +153,12 @@ async def _all(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 def log_probs_in(answer: Any, tokens: Sequence[int]) -> list[float]:
     """Return the log-probs of all tokens but the first. Raises HTTPFailure for another answer than
     that to a request with these tokens."""
-    wrong = HTTPFailure("answer has another form", "there is not one log-prob for each token")
-    try:
+    with _reading("not one log-prob for each token"):
         entries = answer["choices"][0]["prompt_logprobs"]
         found = [
             finite_number(entry[str(token)]["logprob"])
             for entry, token in zip(entries[1:], tokens[1:], strict=True)
         ]
-    except (LookupError, TypeError, ValueError):
-        raise wrong from None
     checked = [value for value in found if value is not None and _NO_LOG_PROB < value <= _ROUNDING]
     if len(checked) != len(found):
         raise HTTPFailure("answer has a log-prob that is not a finite number of at most 0")

@@ -39,9 +39,10 @@ class ServersConfig:
 
     `seqs_per_server` is the number of requests that this process runs on each server, which may run
     fewer. A server that sends this process no token within `token_timeout_seconds`, though it has
-    requests, is excluded; the other times are described in `ServerPool`. `header_env` names an
+    requests, is excluded; the other times are described in `server_pool`. `header_env` names an
     environment variable with a header to send. With `routed_layers` servers must be started with
-    --enable-return-routed-experts.
+    --enable-return-routed-experts. `end_tokens` are those at which a response ends; None: the
+    tokenizer's.
 
     Example: `ServersConfig(("http://a:8000", "http://b:8000"), seqs_per_server=256,
     vocab_size=129280)`.
@@ -52,6 +53,7 @@ class ServersConfig:
     vocab_size: int
     header_env: str | None = None
     routed_layers: RoutedLayers | None = None
+    end_tokens: tuple[int, ...] | None = None
     token_timeout_seconds: float = 60.0
     probe_interval_seconds: float = 5.0
     probe_timeout_seconds: float = 30.0
@@ -136,9 +138,14 @@ class ServerEngine:
         return self._loop.call(lambda: self._pool.admitted)
 
     @property
-    def seconds_without_server(self) -> float:
-        """How long no server has been admitted; 0.0 while one is."""
-        return self._loop.call(lambda: self._pool.seconds_without_server)
+    def has_sampled(self) -> bool:
+        """Whether a token arrived between the last two calls of `begin_update`."""
+        return self._loop.call(lambda: self._pool.has_sampled)
+
+    @property
+    def faults(self) -> dict[str, str]:
+        """Why servers were excluded the last time, by URL."""
+        return self._loop.call(lambda: self._pool.faults)
 
     @contextmanager
     def giving_up(self) -> Iterator[None]:
@@ -190,8 +197,12 @@ class ServerEngine:
     def generation(self) -> Iterator[ServerGeneration]:
         """Open a context for adding and removing requests; those left at its end are dropped."""
         self.require_ready()
+        config, ends = self.config, self.config.end_tokens
+        if ends is None:
+            own = getattr(self.tokenizer, "eos_token_id", None)  # not every one has it
+            ends = () if own is None else (own,)
         generation = ServerGeneration(
-            self._pool, self._loop, self._ended, self.tokenizer, self.config.routed_layers
+            self._pool, self._loop, self._ended, self.tokenizer, config.routed_layers, ends
         )
         try:
             yield generation

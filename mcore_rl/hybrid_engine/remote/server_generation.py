@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import queue
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from mcore_rl.batching.types import TopTokens
-from mcore_rl.hybrid_engine.remote.generate_client import Received, ServerFault
+from mcore_rl.hybrid_engine.remote.generate_client import Received, ServerFault, WrongAnswer
 from mcore_rl.hybrid_engine.remote.loop_thread import LoopThread
 from mcore_rl.hybrid_engine.remote.server_pool import (
     CONTINUED,
@@ -29,7 +29,8 @@ from mcore_rl.hybrid_engine.vllm.generation import (
 from mcore_rl.moe.routing import RoutedLayers, Routes
 
 _STEP_SECONDS = 0.004  # the longest wait of a step
-_MOST_WRONG = 3  # servers that may refuse a request or answer it wrongly
+# With speculative decoding a stop text may end some tokens before the response.
+_MOST_AFTER_STOP = 16
 
 
 @dataclass(eq=False, slots=True)
@@ -42,13 +43,18 @@ class _Run:
     top_tokens: list[TopTokens] = field(default_factory=list)
     part: Received = field(default_factory=Received)
     server: Server | None = None  # of the part
-    wrong: set[str] = field(default_factory=set)  # servers that must not get it again
     is_over: bool = False
     task: asyncio.Task[None] | None = None
 
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids) + len(self.part.token_ids)
+
+    @property
+    def response(self) -> tuple[int, bytes]:
+        """Name of the response: also later requests that continue it have it."""
+        ids = self.request.token_ids
+        return self.request.number, ids[: len(ids) - self.request.num_own].tobytes()
 
     def next_request(self) -> Request:
         """Return the request for what is missing."""
@@ -97,10 +103,11 @@ class ServerGeneration:
         ended: queue.SimpleQueue[Ended],
         tokenizer: Any,
         routed: RoutedLayers | None,
+        end_tokens: Collection[int],
     ) -> None:
         """`pool` lives on `loop`. `ended` may bring errors from elsewhere, which `step` raises."""
         self._pool, self._loop, self._ended = pool, loop, ended
-        self._tokenizer, self._routed = tokenizer, routed
+        self._tokenizer, self._routed, self._end_tokens = tokenizer, routed, end_tokens
         self._running: dict[int, _Run] = {}
 
     @property
@@ -120,8 +127,8 @@ class ServerGeneration:
         self._loop.post(start)
 
     def step(self) -> list[Completion]:
-        """Return the requests that have ended, after waiting a few milliseconds for one. Raises the
-        error of a request, such as UsageError for servers that do not return experts."""
+        """Return the requests that have ended, after waiting a few milliseconds for one. No answer
+        of a server is an error: those of the code that runs requests are raised."""
         completions: list[Completion] = []
         try:
             ended = self._ended.get(timeout=_STEP_SECONDS)
@@ -162,7 +169,7 @@ class ServerGeneration:
         _cancel(going)
         for run in going:
             reason, routes = run.part.finish_reason or "length", run.part.routes
-            run.end_part(keep=run.server is None or run.server.is_trusted)
+            self._end_part(run, keep=run.server is None or run.server.is_trusted)
             if run.token_ids:
                 self._end(run, reason, routes)
         return [run for run in going if not run.token_ids]
@@ -177,34 +184,35 @@ class ServerGeneration:
     async def _run_parts(self, run: _Run) -> None:
         """Run a request on one server after the other, to its end."""
         key = (run.request.cache_name, run.request.token_ids.tobytes())
-        while True:
+        faults = self._pool.faults_of(run.response)
+        gives_up = faults.is_given_up
+        while not gives_up:
             try:
-                server = run.server = await self._pool.acquire(key, run.wrong)
+                server = run.server = await self._pool.acquire(key, faults.servers)
             except NoServerLeft as none:
-                self._fail(run, f"no server is left for it ({none})")
+                last = f", and the last fault was: {faults.last}" if faults.last else ""
+                self._fail(run, f"no server is left for it: {none}{last}")
                 return
             try:
                 await self._run_part(run, server)
             except ServerFault as fault:
-                self._pool.report(server, fault)
-                run.end_part(keep=fault.keeps_tokens)
-                if fault.is_of_request or not fault.keeps_tokens:
-                    run.wrong.add(server.url)
+                self._end_part(run, keep=fault.keeps_tokens)
+                gives_up = self._pool.report(server, fault, run.response)
+                faults = self._pool.faults_of(run.response)
                 if len(run.token_ids) == run.request.max_tokens:
                     self._end(run, "length")
                     return
-                if len(run.wrong) >= _MOST_WRONG:
-                    self._fail(run, f"{len(run.wrong)} servers failed it, the last with: {fault}")
-                    return
-                self._pool.count(CONTINUED)
+                if not gives_up:
+                    self._pool.count(CONTINUED)
             else:
                 reason, routes = run.part.finish_reason, run.part.routes
                 assert reason is not None
-                run.end_part(keep=True)
+                self._end_part(run, keep=True)
                 self._end(run, reason, routes)
                 return
             finally:
                 self._pool.release(server)
+        self._fail(run, f"servers failed it {faults.number} times, the last with: {faults.last}")
 
     async def _run_part(self, run: _Run, server: Server) -> None:
         request, version = run.next_request(), self._pool.weight_version
@@ -218,6 +226,16 @@ class ServerGeneration:
         except ServerFault:
             if run.part.finish_reason is None:  # else the response had arrived before
                 raise
+        if run.part.finish_reason == "stop" and not run.part.is_cut:
+            if not may_end(request, run.part.token_ids, self._end_tokens, self._tokenizer):
+                run.part.finish_reason = None
+                raise WrongAnswer("a response that stops early, without an end token or stop text")
+
+    def _end_part(self, run: _Run, *, keep: bool) -> None:
+        """Add the part's tokens to the response, or discard them."""
+        if keep and run.part.token_ids:
+            self._pool.keep(run.response)
+        run.end_part(keep=keep)
 
     def _fail(self, run: _Run, failure: str) -> None:
         self._pool.count(FAILED)
@@ -240,6 +258,8 @@ class ServerGeneration:
             failure=failure,
             top_tokens=TopTokens.joined(run.top_tokens) if run.top_tokens else None,
         )
+        if failure is None and not completion.is_cut_short:
+            self._pool.complete(run.response)
         self._ended.put(Ended(run, completion))
 
 
@@ -279,6 +299,31 @@ class StopSearch:
     def _decoded(self, token_ids: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=False)
         return text
+
+
+def may_end(
+    request: Request, token_ids: Sequence[int], end_tokens: Collection[int], tokenizer: Any
+) -> bool:
+    """Return whether a response to `request` may end with the last of these tokens before it has
+    `max_tokens`: at one of `end_tokens`, or after a stop text."""
+    sampling = request.sampling
+    if not sampling.ignore_eos and token_ids[-1] in end_tokens:
+        return True
+    if not sampling.stop:
+        return False
+    num_tokens = BYTES_PER_CHARACTER * max(map(len, sampling.stop)) + _MOST_AFTER_STOP
+    given = request.token_ids[-num_tokens:].tolist()
+    num_own = min(request.num_own, len(given))
+    tokens = [*given, *token_ids][-num_tokens:]
+    num_earlier = max(0, len(tokens) - len(token_ids) - num_own)
+
+    def text_of(ids: Sequence[int]) -> str:
+        text: str = tokenizer.decode(list(ids), skip_special_tokens=False)
+        return text
+
+    # A stop text may begin in what was given, but ends in what was sampled.
+    before, text = len(text_of(tokens[:num_earlier])), text_of(tokens)
+    return any(text.find(stop, max(0, before - len(stop) + 1)) >= 0 for stop in sampling.stop)
 
 
 def _cancel(runs: Iterable[_Run]) -> None:

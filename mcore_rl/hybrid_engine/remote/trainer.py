@@ -14,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import socket
+import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -42,11 +43,18 @@ from mcore_rl.hybrid_engine.remote.engine import (
 )
 from mcore_rl.hybrid_engine.remote.engine_client import EngineClient
 from mcore_rl.hybrid_engine.remote.session import Session, UpdateReport
-from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, host_store, reach_store
+from mcore_rl.hybrid_engine.transfer.worlds import (
+    POLL_SECONDS,
+    JoinedWorld,
+    host_store,
+    reach_store,
+)
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.tensors import TensorInfo
 
 logger = logging.getLogger(__name__)
+
+_GRACE_SECONDS = 10.0  # in which the calls of sound servers end after a failure
 
 
 @dataclass
@@ -92,15 +100,17 @@ class ShardSource(WeightSource):
         raise RuntimeError("a ShardSource gives slices, by shards.read; it has no whole tensors")
 
 
-def _start_update(pause_mode: str | None, patience_seconds: float, engine: EngineClient) -> None:
-    began = time.monotonic()
+def _start_update(pause_mode: str | None, is_closed: threading.Event, engine: EngineClient) -> None:
+    """`is_closed`: the trainer no longer waits for these calls, and may have begun others."""
     if pause_mode is not None:
         engine.pause(pause_mode)
+    if is_closed.is_set():
+        return
     try:
         engine.start_weight_update()
     except RuntimeError:
-        if time.monotonic() - began > patience_seconds:
-            raise  # the trainer no longer waits for this call, and may have begun others
+        if is_closed.is_set():
+            raise
         # A trainer that has ended, or failed at another server, may have begun one.
         with contextlib.suppress(RuntimeError):
             engine.update_weights(asdict(MegatronUpdateInfo(NO_PLAN, "")))
@@ -124,7 +134,10 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
         *,
         source: ShardSource,
         engines: Sequence[EngineClient],
+        check: Callable[[], None] = lambda: None,
     ) -> None:
+        """`check` is called on the sender while it waits; an error that it raises ends the wait,
+        on all ranks."""
         super().__init__(client=engines[0], source=source, is_sender=init_info.is_sender)
         on_device = "nccl" if source.shards.device.type == "cuda" else "gloo"
         self._info = replace(init_info, group_backend=init_info.group_backend or on_device)
@@ -134,6 +147,8 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
         self._world: JoinedWorld | None = None
         self._calls: list[Future[Any]] = []
         self._num_calls = 0
+        self._check, self._is_closed = check, threading.Event()
+        self.hanging: list[int] = []  # engines whose calls did not end after the last failure
 
     @classmethod
     def trainer_init(
@@ -153,6 +168,7 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
     def connect(self) -> None:
         """Join the workers of all servers in a world, and agree on the plan."""
         self.shutdown()
+        self._is_closed = threading.Event()
         self._together(self._connect)
 
     def send_weights(self, weight_version: str | None = None) -> UpdateReport:
@@ -173,6 +189,7 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
             self._world.close()
         self._session = self._world = self._store = None
         self._calls = []
+        self._is_closed.set()
 
     def _together(self, work: Callable[[], Any]) -> Any:
         """Run `work` on all trainer ranks; return its result, or raise the first failure on all."""
@@ -182,6 +199,9 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
         except Exception as error:  # of any type: workers and trainer ranks must receive it
             if self._world is not None:
                 self._world.fail(str(error))
+            # The calls of all others end now: their workers learn of the failure.
+            _, running = wait(self._calls, timeout=_GRACE_SECONDS)
+            self.hanging = [number for number, call in enumerate(self._calls) if call in running]
             self.shutdown()
             fault = error
         mine = None if fault is None else str(fault) or repr(fault)
@@ -263,8 +283,7 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
             raise RuntimeError("not connected to any engine; call connect first")
         update = MegatronUpdateInfo(self._session.plan_id, weight_version)
         if self.is_sender:
-            mode, patience_seconds = self._info.pause_mode, self._info.timeout_seconds
-            self._call_all(partial(_start_update, mode, patience_seconds))
+            self._call_all(partial(_start_update, self._info.pause_mode, self._is_closed))
             self._start([partial(each.update_weights, asdict(update)) for each in self._engines])
         report = self._session.update(
             weight_version, plan_id=update.plan_id, read=self._source.shards.read, load=None
@@ -288,7 +307,8 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
         pool.shutdown(wait=False)
 
     def _check_calls(self) -> None:
-        """Raise the error of a call of `_start`; checked while waiting for the workers."""
+        """Raise the error of a call of `_start` or of `check`; while waiting for the workers."""
+        self._check()
         for call in self._calls:
             if call.done():
                 call.result()
@@ -296,9 +316,11 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
     def _wait_for_calls(self) -> list[Any]:
         """Return the answers to the calls of `_start`. Raises the error of the first that fails."""
         seconds = self._info.timeout_seconds
-        done, running = wait(self._calls, timeout=seconds, return_when=FIRST_EXCEPTION)
-        for call in done:
-            call.result()
+        deadline = time.monotonic() + seconds
+        running: Collection[Future[Any]] = self._calls
+        while running and time.monotonic() < deadline:
+            _, running = wait(self._calls, timeout=POLL_SECONDS, return_when=FIRST_EXCEPTION)
+            self._check_calls()
         if running:
             numbers = [number for number, call in enumerate(self._calls) if call in running]
             raise RuntimeError(f"engines {numbers} did not answer a call within {seconds:g} s")

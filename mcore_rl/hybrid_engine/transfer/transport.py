@@ -26,8 +26,9 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.common import objects
+from mcore_rl.common.spans import COLLECTIVE, span
 from mcore_rl.hybrid_engine.plan.trees import Connections, Leg, Tree
-from mcore_rl.hybrid_engine.transfer.worlds import World
+from mcore_rl.hybrid_engine.transfer.worlds import POLL_SECONDS, World
 
 Groups = Mapping[frozenset[int], dist.ProcessGroup]
 
@@ -41,6 +42,8 @@ class Flight:
 
     def __init__(self, hops: Sequence[Callable[[], Iterable[dist.Work]]]) -> None:
         self._hops = hops
+        # Called while the caller waits; an error that it raises ends the wait.
+        self.poll: Callable[[], None] = lambda: None
         self._done = threading.Event()
         self._error: Exception | None = None
         self._start = self._end = 0.0
@@ -60,7 +63,8 @@ class Flight:
 
     def wait(self) -> None:
         """Block until all messages are complete; raise the error of one that failed."""
-        self._done.wait()
+        while not self._done.wait(POLL_SECONDS):
+            self.poll()
         if self._error is not None:
             raise self._error
 
@@ -178,7 +182,11 @@ class Transport:
 
     def any(self, here: bool) -> bool:
         """Return whether `here` is true on any rank. Collective over the world."""
-        return objects.on_any(here, self._world.control)
+        flag, group = torch.tensor([int(here)], dtype=torch.int32), self._world.control
+        with span("all_reduce", COLLECTIVE):
+            work = dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group, async_op=True)
+            self._world.wait(work, group)
+        return bool(flag.item())
 
     def exchange(self, text: str) -> list[str]:
         """Return the text of each rank. Collective over the world."""
@@ -215,6 +223,7 @@ class Transport:
 
     def _in_thread(self, hops: Sequence[Callable[[], Iterable[dist.Work]]]) -> Flight:
         flight = Flight(hops)
+        flight.poll = self._world.poll
         if self._waiter is None:
             self._waiter = queue.SimpleQueue()
             threading.Thread(target=_run_flights, args=(self._waiter,), daemon=True).start()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
@@ -28,7 +29,8 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import GroupName
 
 _FAILURE = "failure"
-_POLL_SECONDS = (0.002, 0.25)  # first and longest pause between two polls of the store
+POLL_SECONDS = 0.25  # the longest pause between two polls of the store
+_FIRST_POLL_SECONDS = 0.002
 _DEVICE_POLL_SECONDS = 0.0005
 # By default PyTorch ends the process of a rank that has lost a peer. Here such a rank must go on:
 # a trainer without that server, a server until it is connected again. 2: free the communicator.
@@ -63,6 +65,12 @@ class World(Protocol):
     def synchronize(self, event: torch.cuda.Event) -> None:
         """Wait until the device has passed an event that messages of this world precede."""
 
+    def wait(self, work: Any, group: Any) -> None:
+        """Wait for messages over gloo in a group of this world."""
+
+    def poll(self) -> None:
+        """Raise an error if messages of this world will not arrive."""
+
 
 class DefaultWorld:
     """The ranks of this job. Groups are for tensors on `device`: gloo on the CPU, else the job's
@@ -80,6 +88,12 @@ class DefaultWorld:
 
     def synchronize(self, event: torch.cuda.Event) -> None:
         event.synchronize()
+
+    def wait(self, work: Any, group: Any) -> None:
+        work.wait()
+
+    def poll(self) -> None:
+        """Do nothing: a rank that is lost ends the job."""
 
 
 class PeerFailure(RuntimeError):
@@ -153,7 +167,7 @@ class JoinedWorld:
         """
         self._num_meetings += 1
         at = f"meeting/{self._num_meetings}"
-        pause, longest = _POLL_SECONDS
+        pause = _FIRST_POLL_SECONDS
         deadline = time.monotonic() + self._timeout.total_seconds()
         try:
             self._store.set(f"{at}/{self.rank}", json.dumps(message))
@@ -161,7 +175,7 @@ class JoinedWorld:
             while waiting := [r for r in waiting if not self._store.check([f"{at}/{r}"])]:
                 self._watch(deadline, f"rank {waiting[0]} did not arrive")
                 time.sleep(pause)
-                pause = min(2 * pause, longest)
+                pause = min(2 * pause, POLL_SECONDS)
             # All ranks are here, so all have read the messages of the last meeting.
             self._store.delete_key(f"meeting/{self._num_meetings - 1}/{self.rank}")
             return [json.loads(self._store.get(f"{at}/{r}")) for r in range(self.size)]
@@ -174,25 +188,43 @@ class JoinedWorld:
         started = looked = time.monotonic()
         deadline = started + self._timeout.total_seconds()
         while not event.query():
-            if time.monotonic() > looked + _POLL_SECONDS[1]:
-                try:
-                    self._watch(deadline, "messages on the device did not end")
-                except dist.DistError as error:
-                    raise self._failure(f"the store is gone: {error}") from error
+            if time.monotonic() > looked + POLL_SECONDS:
+                self._watch(deadline, "messages on the device did not end")
                 looked = time.monotonic()
             time.sleep(_DEVICE_POLL_SECONDS)
         self._require_connection()
 
-    def _watch(self, deadline: float, what: str) -> None:
-        """Raise PeerFailure if another rank gave up, a connection or `check` fails, or it is too
-        late."""
-        if self._store.check([_FAILURE]):
+    def wait(self, work: Any, group: Any) -> None:
+        """Wait for messages over gloo. Raises PeerFailure as `meet` does, or what gloo raises."""
+        looked = time.monotonic()
+        while not work.is_completed():
+            if time.monotonic() > looked + POLL_SECONDS:
+                try:
+                    self.poll()
+                except PeerFailure:
+                    threading.Thread(target=_outwait, args=(work, group), daemon=True).start()
+                    raise
+                looked = time.monotonic()
+            time.sleep(_DEVICE_POLL_SECONDS)
+        work.wait()
+
+    def poll(self) -> None:
+        """Raise PeerFailure if another rank gave up, or a connection or `check` fails."""
+        try:
+            has_failed = self._store.check([_FAILURE])
+        except dist.DistError as error:
+            raise self._failure(f"the store is gone: {error}") from error
+        if has_failed:
             raise self._failure("stopped waiting")
         self._require_connection()
         try:
             self.check()
         except Exception as error:  # of any type: it must be reported to the other ranks
             raise self._failure(str(error)) from error
+
+    def _watch(self, deadline: float, what: str) -> None:
+        """Do what `poll` does; raise PeerFailure, too, if it is too late."""
+        self.poll()
         if time.monotonic() > deadline:
             raise self._failure(f"{what} within {self._timeout.total_seconds():g} s")
 
@@ -213,8 +245,11 @@ class JoinedWorld:
         mine = torch.zeros(max(sizes), dtype=torch.uint8)
         mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         everyone = [torch.empty_like(mine) for _ in sizes]
+        group = self.control
         try:
-            dist.all_gather(everyone, mine, group=self.control)
+            self.wait(dist.all_gather(everyone, mine, group=group, async_op=True), group)
+        except PeerFailure:
+            raise
         except (RuntimeError, ValueError) as error:
             raise self._failure(f"the connection broke: {error}") from error
         return [
@@ -276,6 +311,13 @@ def _make_backend(
         with variables(_NCCL_VARIABLES):
             group = make(backend, store, rank, size, timeout)
     return group
+
+
+def _outwait(work: Any, group: Any) -> None:
+    """Keep a group until its messages have ended: its destructor would wait for them."""
+    with contextlib.suppress(RuntimeError):
+        work.wait()
+    del group
 
 
 def _register(

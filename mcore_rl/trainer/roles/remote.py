@@ -36,7 +36,7 @@ import torch.distributed as dist
 
 from mcore_rl.batching.sample_exchange import RowExchange, Shares
 from mcore_rl.common import objects
-from mcore_rl.common.agreement import leave_reason
+from mcore_rl.common.agreement import known_cause, leave_reason
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class RemoteRole(Role):
         try:
             return _delivered(values, functools.partial(self._group.delivered, to_role=to_role))
         except RuntimeError as error:
-            raise RuntimeError(f"the {self._name} failed: its ranks are gone ({error})") from error
+            raise RuntimeError(f"the {self._name} failed: {_gone(str(error))}") from error
 
     def _receive(self, bridge: Bridge) -> Message:
         try:
@@ -177,7 +177,12 @@ class RemoteRole(Role):
                 return bridge.receive_answer()
         except RuntimeError as error:
             self._lost = str(error)
-        return Message(_FAILURE, {"reason": f"its ranks are gone ({self._lost})"})
+        return Message(_FAILURE, {"reason": _gone(self._lost)})
+
+
+def _gone(error: str) -> str:
+    """Return why a role does not answer: why one of its processes ended, if this one knows."""
+    return known_cause() or f"its ranks are gone ({error})"
 
 
 @runtime_checkable

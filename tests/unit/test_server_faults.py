@@ -41,17 +41,17 @@ def make() -> Iterator[Make]:
         yield made
 
 
-FAILING = [
-    {"status": 500},
-    {"status": 429},
-    {"is_down": True},
-    {"end_after": 0},
-    {"raw": lambda number: b"data: {"},
-    {"raw": lambda number: b"data: [DONE]"},
-    {"change": nan_log_prob},
-    {"change": wrong_id},
-    {"hold_after": 0},
-]
+FAILING: dict[str, dict[str, Any]] = {
+    "500": {"status": 500},
+    "429": {"status": 429},
+    "down": {"is_down": True},
+    "no tokens": {"end_after": 0},
+    "malformed": {"raw": lambda number: b"data: {"},
+    "empty": {"raw": lambda number: b"data: [DONE]"},
+    "log-prob NaN": {"change": nan_log_prob},
+    "unknown token": {"change": wrong_id},
+    "silent": {"hold_after": 0},
+}
 
 
 def begin_again(engine: ServerEngine, chosen: Sequence[FakeServer], fault: dict[str, Any]) -> None:
@@ -71,7 +71,7 @@ def begin_again(engine: ServerEngine, chosen: Sequence[FakeServer], fault: dict[
     engine.admit(dict.fromkeys(engine.begin_update(), 100), 1)
 
 
-@pytest.mark.parametrize("fault", FAILING, ids=str)
+@pytest.mark.parametrize("fault", FAILING.values(), ids=FAILING)
 def test_faults_of_a_response_are_counted_across_updates(servers, make, fault):
     engine, request = make(servers[0]), request_of(0)
     failure = None

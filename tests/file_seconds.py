@@ -52,8 +52,9 @@ def loop_seconds() -> float:
 
 
 def cpu_seconds() -> float:
-    """Of this process, the children it has waited for, and the ranks it has had forked."""
-    total = RankPool.cpu_seconds
+    """Of this process, the children it has waited for, and the ranks and programs it has had
+    forked."""
+    total = RankPool.cpu_seconds + sum(each.cpu_seconds() for each in RankPool.programs)
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)
         total += usage.ru_utime + usage.ru_stime

@@ -17,6 +17,7 @@ import importlib
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -186,6 +187,7 @@ class RankPool:
     """
 
     cpu_seconds: ClassVar[float] = 0.0  # of all ranks so far, of all pools of this process
+    programs: ClassVar[list[warm_python.WarmPython]] = []  # of all pools of this process
 
     def __init__(self, first_on_path: Path | None = None) -> None:
         self._parent: subprocess.Popen[str] | None = None
@@ -193,6 +195,7 @@ class RankPool:
         self._folder = Path(tempfile.mkdtemp(prefix="mcore_rl_ranks_"))
         self._num_jobs = 0
         self._python = warm_python.WarmPython(self._folder)
+        self.programs.append(self._python)
 
     @property
     def python(self) -> warm_python.WarmPython:
@@ -290,12 +293,22 @@ class RankPool:
         return answer["exit_codes"]
 
     def close(self) -> None:
+        before = _children_seconds()
         if self._parent is not None:
             assert self._parent.stdin is not None
             self._parent.stdin.close()
             self._parent.wait(timeout=60)
+        # What is waited for now has been counted, except for imports, which are no file's.
+        RankPool.cpu_seconds += self._python.cpu_seconds() - (_children_seconds() - before)
+        self.programs.remove(self._python)
         self._python.listener.close()
         shutil.rmtree(self._folder)
+
+
+def _children_seconds() -> float:
+    """CPU seconds of the children that this process has waited for."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _serve() -> None:

@@ -36,7 +36,8 @@ RECORD = ROOT / "build" / "test_seconds.json"
 ALLOWED = 1.5  # times its budget
 # The first test of a file may pay for what a session shares (a pool of ranks, checkpoints).
 SHARED_SECONDS = 30.0
-DEFAULT_BUDGET = 10.0  # of a file without one
+# Of files without one.
+UNIT_BUDGET, SLOW_BUDGET = 10.0, 300.0
 REFERENCE = 0.065  # seconds of `loop_seconds` on the machine whose seconds are the budgets
 
 
@@ -85,7 +86,8 @@ def over_budget(
     """A line for each file that takes more than it may."""
     lines = []
     for file, took in sorted(seconds.items()):
-        budget = allowed.get(file, DEFAULT_BUDGET)
+        default = UNIT_BUDGET if file.startswith("tests/unit/") else SLOW_BUDGET
+        budget = allowed.get(file, default)
         limit = ALLOWED * budget * max(slowness, 1.0) + SHARED_SECONDS
         if took["cpu"] > limit:
             lines.append(

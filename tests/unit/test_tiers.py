@@ -15,11 +15,12 @@ SLOW = sorted(
     for folder in ("dist", "e2e", "cuda", "versions")
     for path in (ROOT / "tests" / folder).glob("test_*.py")
 )
+SECONDS = dict.fromkeys(SLOW, 10.0)
 LORA = "mcore_rl/megatron/lora.py"
 
 
 def test_every_file_runs_within_three_landings_of_any_change():
-    ran = [set(select(SLOW, set(), landings, {}).chosen) for landings in range(TURNS)]
+    ran = [set(select(SLOW, set(), landings, SECONDS).chosen) for landings in range(TURNS)]
     assert set.union(*ran) == set(SLOW)
     assert set.intersection(*ran) == set(tiers.ALWAYS)
 
@@ -29,7 +30,7 @@ def test_a_module_touches_the_files_whose_helpers_import_it():
     assert concerned["tests/dist/test_lora.py"] == LORA
     assert len(concerned) < len(SLOW) / 3
     for landings in range(TURNS):
-        assert concerned.keys() <= select(SLOW, {LORA}, landings, {}).chosen.keys()
+        assert concerned.keys() <= select(SLOW, {LORA}, landings, SECONDS).chosen.keys()
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,7 @@ def test_the_pool_of_ranks_touches_its_users_but_not_through_what_it_imports():
 
 
 def test_specific_changes_come_first_where_time_is_short(monkeypatch):
-    changed, seconds = {LORA, "pyproject.toml", "tests/file_seconds.py"}, dict.fromkeys(SLOW, 10.0)
+    changed, seconds = {LORA, "pyproject.toml", "tests/file_seconds.py"}, SECONDS
     in_any_case = select(SLOW, set(), 0, seconds).chosen.keys()
     every = select(SLOW, changed, 0, seconds)
     specific = touched(SLOW, {LORA}).keys() - in_any_case

@@ -3,10 +3,10 @@
     python -m mcore_rl.launch ... -m mcore_rl.verify <--rl-hf-checkpoint, --rl-prompts, degrees>
 
 It loads the checkpoint into Megatron, and into vLLM by vLLM's own loader (FP8 blocks are
-dequantised). It hashes what vLLM stores and overwrites it with zeros; then the sharding manager
-hands Megatron's weights over. What vLLM stores must be equal, bit for bit, and both must give the
-same prompts similar log-probs. As in a run, actor and engine take turns on a device, or have ranks
-of their own.
+dequantised). It hashes what vLLM stores and overwrites each value with another one; then the
+sharding manager hands Megatron's weights over. What vLLM stores must be equal, bit for bit, and
+both must give the same prompts similar log-probs. As in a run, actor and engine take turns on a
+device, or have ranks of their own.
 
 With `--rl-verify-megatron-only`, for models that no engine here can run, Megatron's weights are
 exported to `--rl-export-hf` and compared with the checkpoint instead.
@@ -23,7 +23,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,8 @@ from mcore_rl.config import RLConfig
 from mcore_rl.data.prompts import PromptSources, load_prompt_files
 from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.hybrid_engine.proof.canary import differences, megatron_log_probs
+from mcore_rl.hybrid_engine.proof.proof import NotProved
+from mcore_rl.hybrid_engine.proof.values import difference, other_values
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, ReshardReport, log_reshard
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
@@ -51,7 +53,7 @@ from mcore_rl.megatron.float8 import quantised_weights
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, open_checkpoint, read_tensor
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.roles import ACTOR, ROLLOUT
-from mcore_rl.model.tensors import TensorInfo, is_mtp_copy
+from mcore_rl.model.tensors import is_mtp_copy
 from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.build import build_manager, build_offloader
@@ -63,6 +65,8 @@ from mcore_rl.trainer.roles.remote import RemoteRole, serve
 logger = logging.getLogger(__name__)
 
 MAX_PROMPTS = 8
+_WRITTEN = ("weight", "cpu_linear(identity)")  # ends of names of what every load writes
+_MOST_READ_AGAIN = 10  # differing tensors of a rank whose values are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +81,7 @@ class Verification:
     num_tensors: int  # of the checkpoint that were handed over
     received_bytes_max: int  # by the rank that received most
     stored_equal: bool  # on every rank
-    differing: list[str]  # "rank R: name" of stored tensors that differ
+    differing: list[str]  # "rank R: name ..." of stored tensors that differ, with both values
 
 
 def stored_digests(engine: VLLMEngine) -> dict[str, str]:
@@ -98,13 +102,16 @@ def _digest(tensor: torch.Tensor) -> str:
 def verify(job: Job, *, log: Any = None) -> Verification:
     """Compare vLLM's own load with a hand-over from Megatron. Collective; same result on all ranks.
 
-    A rank that raises logs the error at once: the others may wait for it forever.
+    Raises NotProved if the hand-over's own proof fails. A rank that raises another error logs it at
+    once: the others may wait for it forever.
     """
     try:
         if job.spec.roles.is_apart(ROLLOUT):
             return _verify_apart(job, log)
         state, shards = build_actor(job, log=log)
         return compare_loads(job, state, shards)
+    except NotProved:
+        raise
     except BaseException:
         rank = os.environ.get("RANK", "0")
         logger.exception("rank %s: the verification ended early", rank)
@@ -119,7 +126,7 @@ class MegatronVerification:
     token_ids: list[list[int]]
     megatron_log_probs: list[list[float]]
     num_tensors: int  # of the checkpoint
-    differing: list[str]  # tensors that are not exported as they were read
+    differing: list[str]  # tensors that are not exported as they were read, with both values
 
 
 def verify_megatron(job: Job, *, log: Any = None) -> MegatronVerification:
@@ -134,7 +141,8 @@ def verify_megatron(job: Job, *, log: Any = None) -> MegatronVerification:
     )
     names = sorted(checkpoint.everything.keys() | written.everything.keys())
     mine = names[dist.get_rank() :: dist.get_world_size()]
-    differing = [name for name in mine if not _is_equal(checkpoint, written, name)]
+    found = {name: _exported_otherwise(checkpoint, written, name) for name in mine}
+    differing = [f"{name}{found[name]}" for name in mine if found[name]]
     token_ids = _token_ids(job)
     batching = job.micro_batching()
     log_probs = megatron_log_probs(
@@ -148,11 +156,13 @@ def verify_megatron(job: Job, *, log: Any = None) -> MegatronVerification:
     )
 
 
-def _is_equal(a: HFCheckpoint, b: HFCheckpoint, name: str) -> bool:
-    if name not in a.files or name not in b.files:
-        return False
-    left, right = read_tensor(a, name), read_tensor(b, name)
-    return left.dtype == right.dtype and torch.equal(left, right)
+def _exported_otherwise(checkpoint: HFCheckpoint, written: HFCheckpoint, name: str) -> str:
+    """Return what differs, to follow the tensor's name; "" if nothing does."""
+    for place, folder in (("checkpoint", checkpoint), ("export", written)):
+        if name not in folder.files:
+            return f" is missing in the {place}"
+    places = ("in the checkpoint", "in the export")
+    return difference(read_tensor(checkpoint, name), read_tensor(written, name), places)
 
 
 def compare_loads(job: Job, state: TrainState, shards: ModelShards) -> Verification:
@@ -168,8 +178,8 @@ def compare_loads(job: Job, state: TrainState, shards: ModelShards) -> Verificat
             at_the_end.callback(engine.close)
             expected = stored_digests(engine)
             manager = build_manager(job, shards, engine, offloader=offloader)
-            overwrite_with_zeros(engine, job, expected)
-        return _hand_over_and_compare(job, state, engine, manager, expected)
+            left = overwrite(engine, job, expected)
+        return _hand_over_and_compare(job, state, engine, manager, expected, left)
 
 
 def _hand_over_and_compare(
@@ -178,6 +188,7 @@ def _hand_over_and_compare(
     engine: VLLMEngine,
     manager: MegatronVLLMShardingManager,
     expected: Mapping[str, str],
+    left: list[str],
 ) -> Verification:
     batching = job.micro_batching()
     actor = Actor(job, state)
@@ -185,8 +196,8 @@ def _hand_over_and_compare(
     manager.on_reshard_end.append(reports.append)
     token_ids = _token_ids(job)
     with manager:
-        differing = _differing(expected, stored_digests(engine))
         vllm = engine.prompt_log_probs(token_ids)
+        differing = left + stored_otherwise(engine, job, expected)
     megatron = megatron_log_probs(
         actor.log_probs, token_ids, count_multiple_of=batching.count_multiple_of
     )
@@ -213,25 +224,25 @@ class VerifiedEngines:
     the engines' ranks."""
 
     def __init__(self, job: Job) -> None:
-        """Load the checkpoint, note what vLLM stores, and overwrite it with zeros."""
+        """Load the checkpoint, note what vLLM stores, and overwrite it."""
         self._job, self._engine = job, _engine_with_checkpoint(job)
         self._expected = stored_digests(self._engine)
         self._engine.sleep()
-        overwrite_with_zeros(self._engine, job, self._expected)
+        self._left = overwrite(self._engine, job, self._expected)
         self._engine.wake_weights()
         self._engine.wake_kv_cache()
 
     def receive(self) -> dict[str, Any]:
-        """Receive the actor's weights, with the actor's ranks. Returns what differs, and the bytes
-        that the rank that received most did."""
+        """Receive the actor's weights, with the actor's ranks. Returns the bytes that the rank that
+        received most did."""
         report = hand_over(self._job, engine=self._engine).run(1)
-        received = max(objects.all_gather(report.received_bytes))
-        differing = _differing(self._expected, stored_digests(self._engine))
-        return {"received_bytes": received, "differing": differing}
+        return {"received_bytes": max(objects.all_gather(report.received_bytes))}
 
-    def log_probs(self, *, token_ids: list[list[int]]) -> dict[str, Any]:
-        """Return the log-probs of prompts."""
-        return {"log_probs": [v.tolist() for v in self._engine.prompt_log_probs(token_ids)]}
+    def compare(self, *, token_ids: list[list[int]]) -> dict[str, Any]:
+        """Return the log-probs of prompts, and what differs."""
+        log_probs = [values.tolist() for values in self._engine.prompt_log_probs(token_ids)]
+        differing = self._left + stored_otherwise(self._engine, self._job, self._expected)
+        return {"log_probs": log_probs, "differing": differing}
 
     def close(self) -> None:
         """End the engine. Not called by the actor."""
@@ -247,7 +258,7 @@ def _verify_apart(job: Job, log: Any) -> Verification:
     report = hand_over(job, shards=shards).run(1)
     answer = finish()
     token_ids = _token_ids(job)
-    in_vllm = engines.call(VerifiedEngines.log_probs, token_ids=token_ids)["log_probs"]
+    compared = engines.call(VerifiedEngines.compare, token_ids=token_ids)
     engines.close()
     in_megatron = megatron_log_probs(
         Actor(job, state).log_probs,
@@ -255,58 +266,77 @@ def _verify_apart(job: Job, log: Any) -> Verification:
         count_multiple_of=job.micro_batching().count_multiple_of,
     )
     report = dataclasses.replace(report, received_bytes=answer["received_bytes"])
-    num_tensors, differing = len(job.spec.checkpoint.tensors), answer["differing"]
-    arrays = [np.array(values) for values in in_vllm]
+    num_tensors, differing = len(job.spec.checkpoint.tensors), compared["differing"]
+    arrays = [np.array(values) for values in compared["log_probs"]]
     return _compare(token_ids, in_megatron, arrays, num_tensors, report, differing)
 
 
-def overwrite_with_zeros(engine: VLLMEngine, job: Job, expected: Mapping[str, str]) -> None:
-    """Load zeros into a sleeping engine, and check that nothing of the first load is left.
+def overwrite(engine: VLLMEngine, job: Job, expected: Mapping[str, str]) -> list[str]:
+    """Load other values into a sleeping engine; return what of the first load is left.
 
     `expected` holds the digests of that load; the engine sleeps again afterwards. Collective over
-    the engine's ranks.
+    the engine's ranks; the result is the same on all.
     """
     engine.wake_weights()
-    served = dict(_served(engine, job))
-    if engine.float8 is not None:
-        served = engine.float8.in_blocks(served)
-    engine.reload(
-        (name, torch.zeros(info.shape, dtype=getattr(torch, info.dtype)))
-        for name, info in served.items()
-    )
+    engine.reload(_whole_tensors(engine, job, change=other_values))
+    digests = stored_digests(engine)
     left = [
-        name
-        for name, digest in stored_digests(engine).items()
-        if digest == expected[name] and name.endswith("weight")
+        f"{name} holds {values[0]:.9g} before and after 0 and 1 were loaded into it"
+        for name, tensor in engine.stored_tensors()
+        if name.endswith(_WRITTEN)
+        and digests[name] == expected[name]
+        # Padding, which no loader writes, is 0.
+        and (values := tensor.double()[tensor.double() != 0].tolist())
     ]
     engine.wake_kv_cache()
     engine.sleep()
-    if left:
-        raise RuntimeError(f"{left[0]} (and {len(left) - 1} more) did not take new weights")
+    return _of_all_ranks(left)
 
 
-def _served(engine: VLLMEngine, job: Job) -> Iterator[tuple[str, TensorInfo]]:
-    """Yield the checkpoint's tensors that an engine takes, including its drafter's."""
-    yield from job.spec.checkpoint.tensors.items()
+def _whole_tensors(
+    engine: VLLMEngine,
+    job: Job,
+    *,
+    change: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield complete tensors for vLLM's own loaders, including its drafter's. FP8 blocks of the
+    checkpoint are dequantised; weights that the engine holds in FP8 blocks are quantised."""
+    checkpoint = job.spec.checkpoint
+    names = [*checkpoint.tensors]
     if engine.drafter is not None:
-        for name, info in job.spec.checkpoint.mtp.items():
-            if not is_mtp_copy(name):
-                yield name, info
-
-
-def _whole_tensors(engine: VLLMEngine, job: Job) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield complete tensors for vLLM's own loaders. FP8 blocks of the checkpoint are dequantised;
-    weights that the engine holds in FP8 blocks are quantised."""
-    served = ((name, read_tensor(job.spec.checkpoint, name)) for name, _ in _served(engine, job))
+        names += [name for name in checkpoint.mtp if not is_mtp_copy(name)]
+    served = ((name, change(read_tensor(checkpoint, name))) for name in names)
     return served if engine.float8 is None else quantised_weights(served, engine.float8)
 
 
-def _differing(expected: Mapping[str, str], stored: Mapping[str, str]) -> list[str]:
-    """Return "rank R: name" of each tensor that differs on any rank."""
-    names = sorted(expected.keys() | stored.keys())
-    mine = [name for name in names if expected.get(name) != stored.get(name)]
+def stored_otherwise(engine: VLLMEngine, job: Job, expected: Mapping[str, str]) -> list[str]:
+    """Return "rank R: name ..." of each stored tensor that is not as `expected` on any rank.
+
+    If there is one, vLLM's own loaders load the checkpoint again for both values. Collective.
+    """
+    digests = stored_digests(engine)
+    mine = sorted(n for n in expected.keys() | digests if expected.get(n) != digests.get(n))
+    if not any(objects.all_gather(bool(mine))):
+        return []
+    read_again = mine[:_MOST_READ_AGAIN]
+    stored = {
+        name: tensor.to("cpu", copy=True)
+        for name, tensor in engine.stored_tensors()
+        if name in read_again
+    }
+    engine.reload(_whole_tensors(engine, job))
+    places = ("after the hand-over", "as vLLM's own loader stores it")
+    found = {
+        name: difference(stored[name], tensor.cpu(), places)
+        for name, tensor in engine.stored_tensors()
+        if name in stored
+    }
+    return _of_all_ranks([name + (found.get(name) or " differs") for name in mine])
+
+
+def _of_all_ranks(mine: list[str]) -> list[str]:
     found = objects.all_gather(mine)
-    return [f"rank {rank}: {name}" for rank, names in enumerate(found) for name in names]
+    return [f"rank {rank}: {each}" for rank, theirs in enumerate(found) for each in theirs]
 
 
 def _compare(
@@ -353,8 +383,7 @@ def show(result: Verification, job: Job) -> None:
     }
     for name, value in lines.items():
         console.print(f"{name}: {value}", soft_wrap=True, highlight=False)
-    for name in result.differing[:10]:
-        console.print(f"  differs on {name}", soft_wrap=True, highlight=False)
+    _show_differing(console, result.differing)
 
 
 def show_megatron(result: MegatronVerification, job: Job) -> None:
@@ -370,8 +399,14 @@ def show_megatron(result: MegatronVerification, job: Job) -> None:
     }
     for name, value in lines.items():
         console.print(f"{name}: {value}", soft_wrap=True, highlight=False)
-    for name in result.differing[:10]:
-        console.print(f"  differs: {name}", soft_wrap=True, highlight=False)
+    _show_differing(console, result.differing)
+
+
+def _show_differing(console: Console, differing: Sequence[str]) -> None:
+    for each in differing[:10]:
+        console.print(f"  {each}", soft_wrap=True, highlight=False, markup=False)
+    if len(differing) > 10:
+        console.print(f"  and {len(differing) - 10} more", highlight=False)
 
 
 def check_prompts_given(checked: JobSpec) -> None:
@@ -426,7 +461,12 @@ def main(tokens: list[str] | None = None) -> int:
             result = verify_megatron(job, log=log)
             is_equal = not result.differing
         else:
-            result = verify(job, log=log)
+            try:
+                result = verify(job, log=log)
+            except NotProved as error:  # the same on all ranks
+                if dist.get_rank() == 0:
+                    print(f"mcore_rl.verify: {error}", file=sys.stderr)
+                return 1
             is_equal = result.stored_equal
     if dist.get_rank() == 0:
         if isinstance(result, Verification):

@@ -6,6 +6,7 @@ The model is a checkpoint of zeros.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,15 @@ def model(base: dict[str, Any] = DEEPSEEK, **fields: Any) -> Change:
         save_weights(here / "checkpoint", {**base, **fields})
 
     return change
+
+
+def reward_model(here: Path) -> None:
+    """A folder `scores` beside the checkpoint: the same model with a head of one label."""
+    folder = shutil.copytree(here / "checkpoint", here / "scores")
+    save_file({"score.weight": torch.zeros(1, 32)}, folder / SECOND)
+    index = json.loads((folder / INDEX).read_text())["weight_map"]
+    del index["lm_head.weight"]
+    (folder / INDEX).write_text(json.dumps({"weight_map": index | {"score.weight": SECOND}}))
 
 
 def write(name: str, content: str | bytes) -> Change:

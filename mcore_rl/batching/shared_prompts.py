@@ -67,9 +67,9 @@ def shares_prompts(choice: str, values: Mapping[str, Any], max_tokens: int) -> b
     """Resolve `--rl-share-prompts`; raise UsageError if "on" is not possible."""
     against = obstacle(values, max_tokens)
     if choice == "on" and against:
-        raise UsageError(
-            f"on is not possible as {against}", flag=FLAG, remedy="drop one of the two"
-        )
+        # What is in the way may be derived, so that nobody could drop it.
+        more = "" if max_tokens else ", or pack samples by --rl-max-tokens-per-microbatch"
+        raise UsageError(f"on is not possible as {against}", flag=FLAG, remedy=f"drop it{more}")
     return choice != "off" and not against
 
 

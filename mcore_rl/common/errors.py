@@ -7,6 +7,8 @@ Any other exception is a fault of the program or of the machine, and keeps its t
 from __future__ import annotations
 
 import argparse
+import errno
+import os
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -76,8 +78,20 @@ def unreadable(path: object, error: OSError, flag: str) -> UsageError:
     )
 
 
+def check_length(path: Path, flag: str) -> None:
+    """Raise UsageError for a path that is too long for its file system."""
+    try:
+        os.lstat(path)
+    except OSError as error:  # pathlib's is_dir and others would raise it
+        if error.errno == errno.ENAMETOOLONG:
+            raise UsageError(
+                "is longer than its file system allows", flag=flag, remedy="choose a shorter name"
+            ) from error
+
+
 def check_output_file(file: Path, flag: str) -> None:
     """Raise UsageError unless `file` can be a file of a folder that exists."""
+    check_length(file, flag)
     if file.is_dir() or not file.absolute().parent.is_dir():
         raise UsageError(
             "must name a file in a folder that exists", flag=flag, remedy="name another"

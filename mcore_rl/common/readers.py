@@ -21,7 +21,8 @@ from typing import Any
 FETCH_LFS = "is a pointer of Git LFS: fetch the files by git lfs pull"
 _LFS_POINTER = b"version https://git-lfs.github.com"
 MAX_DEPTH = 64  # of nested lists and objects
-MAX_YAML_VALUES = 100_000  # after aliases are expanded
+MAX_YAML_VALUES = 10_000  # after aliases are expanded
+MAX_YAML_CHARACTERS = 1 << 20  # a parser in Python reads some 100,000 a second
 MAX_FILE_NAME_BYTES = 255  # NAME_MAX of Linux
 _MAX_FILE_BYTES = 1 << 28  # of a file that is read at once
 
@@ -54,11 +55,16 @@ def parse_yaml(text: str, *, number_of: Callable[[str], Any] | None = None) -> A
     """Return the value of one YAML document of plain data; None for an empty document.
 
     Raises InvalidData for anything but YAML's plain types, for documents nested deeper than
-    `MAX_DEPTH`, for a duplicate key in a mapping, and for aliases and merges (`<<`) that expand to
-    more than `MAX_YAML_VALUES` values or to themselves. `number_of` converts the texts that YAML
-    would read as numbers or dates (`1.10`, `010`, `12:30`, `2026_01`).
+    `MAX_DEPTH`, for a duplicate key in a mapping, for more than `MAX_YAML_CHARACTERS`, for more
+    than `MAX_YAML_VALUES` values, and for aliases and merges (`<<`) that expand to more or to
+    themselves. `number_of` converts the texts that YAML would read as numbers or dates (`1.10`,
+    `010`, `12:30`, `2026_01`).
     """
     import yaml
+
+    if len(text) > MAX_YAML_CHARACTERS:
+        raise InvalidData(f"has more than {MAX_YAML_CHARACTERS:,} characters")
+    too_many = f"has more than {MAX_YAML_VALUES:,} values, aliases expanded"
 
     class Loader(yaml.SafeLoader):
         def compose_mapping_node(self, anchor: Any) -> Any:
@@ -73,17 +79,20 @@ def parse_yaml(text: str, *, number_of: Callable[[str], Any] | None = None) -> A
         def flatten_mapping(self, node: Any) -> None:
             super().flatten_mapping(node)
             if len(node.value) > MAX_YAML_VALUES:
-                raise InvalidData(f"has more than {MAX_YAML_VALUES} values, aliases expanded")
+                raise InvalidData(too_many)
 
     for kind in ("int", "float", "timestamp") if number_of else ():
         Loader.add_constructor(
             f"tag:yaml.org,2002:{kind}",
             lambda loader, node: number_of(loader.construct_scalar(node)),  # type: ignore[misc,arg-type]
         )
-    depth = 0
+    depth = num_nodes = 0
     try:
         # Events are parsed without recursion, so the depth is checked before recursive code runs.
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            num_nodes += isinstance(event, yaml.NodeEvent)
+            if num_nodes > 2 * MAX_YAML_VALUES:  # each with its key
+                raise InvalidData(too_many)
             depth += isinstance(event, yaml.CollectionStartEvent)
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > MAX_DEPTH:
@@ -185,7 +194,7 @@ def _check_shape(value: Any, max_values: int | None) -> None:
             continue
         count += 1
         if max_values is not None and count > max_values:
-            raise InvalidData(f"has more than {max_values} values, aliases expanded")
+            raise InvalidData(f"has more than {max_values:,} values, aliases expanded")
         inner: Iterable[Any] = ()
         if isinstance(entry, dict):
             inner = entry.values()

@@ -17,6 +17,7 @@ This module is pure, and only a YAML file is opened.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,8 @@ from mcore_rl.common.readers import InvalidData, parse_yaml
 PROMPTS, EVAL_PROMPTS = "--rl-prompts", "--rl-eval-prompts"
 _YAML = (".yaml", ".yml")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d{1,3})?", re.IGNORECASE)
+_LONGEST_NAME = 100  # is in the names of metrics
+_NUMBER = re.compile(r"\+?(\d{1,9}\.?\d{0,300}|\.\d{1,300})(e[+-]?\d{1,2})?", re.IGNORECASE)
 _FRACTION = re.compile(r"\d{1,9}/0*[1-9]\d{0,8}")
 _TOLERANCE = Fraction(1, 10**6)  # of the sum of weights
 MOST_SOURCES = 255
@@ -101,7 +103,7 @@ def parse_sources(value: str, flag: str = PROMPTS) -> tuple[SourceSpec, ...]:
     refuse = _refusal(flag, value)
     if is_yaml(value):
         sources = _of_yaml(value, flag, refuse)
-    elif Path(value).is_file() or not {",", "="} & set(value):
+    elif os.path.isfile(value) or not {",", "="} & set(value):  # pathlib raises for long names
         return (SourceSpec("", value, is_eval=flag == EVAL_PROMPTS),)
     else:
         sources = [_of_part(part.strip(), flag, refuse) for part in value.split(",")]
@@ -159,15 +161,30 @@ def _of_part(part: str, flag: str, refuse: Callable[..., NoReturn]) -> SourceSpe
 
 
 def _weight(value: Any, name: str, refuse: Callable[..., NoReturn]) -> Fraction:
-    text = str(value).strip()
-    if _FRACTION.fullmatch(text) and Fraction(text) > 0:
-        return Fraction(text)
-    if isinstance(value, bool) or not _NUMBER.fullmatch(text) or Fraction(Decimal(text)) <= 0:
+    text = _text(value).strip()
+    weight = Fraction(0)
+    if _FRACTION.fullmatch(text):
+        weight = Fraction(text)
+    elif _NUMBER.fullmatch(text) and not isinstance(value, bool):
+        weight = Fraction(Decimal(text))
+    if not 0 < weight <= 1:
         refuse(
-            f": the weight of '{name}' is '{text}', not a number above 0",
+            f": the weight of '{_beginning(name)}' is '{_beginning(text)}', not a number above 0 "
+            "and at most 1",
             "give the share of the draws, for example 0.5 or 1/3, or leave the source out",
         )
-    return Fraction(Decimal(text))
+    return weight
+
+
+def _text(value: Any) -> str:
+    try:
+        return str(value)
+    except ValueError:  # an integer of thousands of digits
+        return "a very long number"
+
+
+def _beginning(text: str) -> str:
+    return text if len(text) <= _LONGEST_NAME else f"{text[:_LONGEST_NAME]}..."
 
 
 def _of_yaml(value: str, flag: str, refuse: Callable[..., NoReturn]) -> list[SourceSpec]:
@@ -230,11 +247,11 @@ def _list(names: Sequence[str]) -> str:
 def _check_names(sources: Sequence[SourceSpec], refuse: Callable[..., NoReturn]) -> None:
     paths: dict[str, str] = {}
     for source in sources:
-        if not _NAME.fullmatch(source.name):
+        if len(source.name) > _LONGEST_NAME or not _NAME.fullmatch(source.name):
             refuse(
-                f": a source cannot be called '{source.name}'",
-                "give a name of letters, digits, '_', '-' and '.', in a YAML file or as NAME=PATH "
-                "of a held-out set",
+                f": a source cannot be called '{_beginning(source.name)}'",
+                f"give a name of at most {_LONGEST_NAME} letters, digits, '_', '-' and '.', in a "
+                "YAML file or as NAME=PATH of a held-out set",
             )
         if source.name in paths:
             refuse(

@@ -51,7 +51,7 @@ class ChatTemplate:
     def is_file(self) -> bool:
         """Whether `chosen` is a file instead of a name."""
         return self.chosen is not None and (
-            self.chosen.endswith(".jinja") or os.sep in self.chosen or Path(self.chosen).is_file()
+            self.chosen.endswith(".jinja") or os.sep in self.chosen or os.path.isfile(self.chosen)
         )
 
     def text(self) -> str | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ from mcore_rl.config import RLConfig
 from mcore_rl.flags.classes import check_derived_count
 from mcore_rl.flags.given import FlagNames, given_values, without_flags
 from mcore_rl.flags.megatron_flags import ARCHITECTURE, WITHOUT_EFFECT_DESTS
-from mcore_rl.flags.unread import unread_by
+from mcore_rl.flags.unread import restated, unread_by
 from mcore_rl.model.architecture_flags import megatron_flags
 from mcore_rl.model.config_json import ModelShape
 
@@ -60,6 +60,12 @@ _NEEDS_TRANSFORMER_ENGINE = frozenset(
     use_precision_aware_optimizer use_te_activation_func use_transformer_engine_op_fuser
     """.split()
 )
+# What a number N says of layer 0, 1, ...; a list of all layers may say the same.
+_FREQUENCIES: Mapping[str, Callable[[int, int], bool]] = {
+    "moe_layer_freq": lambda layer, every: layer % every == 0,
+    "linear_attention_freq": lambda layer, every: (layer + 1) % every != 0,
+    "window_attn_skip_freq": lambda layer, every: (layer + 1) % every != 0,
+}
 # Their checkpointing drops the output, by a function that Megatron imports with Transformer Engine.
 _RECOMPUTED_BY_TRANSFORMER_ENGINE = ("gdn_norm_out", "layernorm", "mla_up_proj", "moe_act")
 
@@ -101,8 +107,10 @@ def derive_flags(
         for dest in unread_by(shape, given)
         if dest not in wanted or not _equal(dest, given[dest], wanted[dest])
     )
+    again = restated(shape, given)
+    _refuse_contradictions(wanted | again, effective_of(given, unread), names, "config.json")
+    unread |= again.keys()
     given = effective_of(given, unread)
-    _refuse_contradictions(wanted, given, names, "config.json")
     for dest in [d for d in given if d in ARCHITECTURE and d not in wanted]:
         if given[dest] != parser.get_default(dest):  # scripts often spell out defaults
             raise UsageError(
@@ -296,8 +304,10 @@ def _refuse_contradictions(
 
 
 def _equal(dest: str, value: Any, wanted: Any) -> bool:
-    if dest == "moe_layer_freq" and isinstance(value, int) and value > 0:
-        value = [int(layer % value == 0) for layer in range(len(wanted))]  # expand the short form
+    if dest in _FREQUENCIES and isinstance(value, list) != isinstance(wanted, list):
+        short, layers = (wanted, value) if isinstance(value, list) else (value, wanted)
+        is_marked = _FREQUENCIES[dest]
+        return short > 0 and layers == [is_marked(n, short) for n in range(len(layers))]
     return bool(value == wanted)
 
 

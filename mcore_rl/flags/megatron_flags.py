@@ -132,7 +132,7 @@ ARCHITECTURE = frozenset(
     apply_residual_connection_post_layernorm attention_output_gate dsa_indexer_head_dim
     dsa_indexer_k_norm_epsilon dsa_indexer_n_heads dsa_indexer_rope_interleaved
     dsa_indexer_rotate_activation dsa_indexer_scoring_relu dsa_indexer_skip_topk_offset
-    dsa_indexer_topk dsa_indexer_topk_freq experimental_attention_variant
+    dsa_indexer_topk dsa_indexer_topk_freq encoder_num_layers experimental_attention_variant
     ffn_hidden_size glu_linear_offset group_query_attention heterogeneous_layers_config_encoded_json
     heterogeneous_layers_config_path hidden_size hybrid_layer_pattern hybrid_override_pattern
     kv_channels kv_lora_rank layernorm_epsilon layernorm_zero_centered_gamma linear_attention_freq
@@ -431,7 +431,6 @@ REFUSED_BY_MEGATRON: Mapping[str, str] = {
     "warmup": "give --lr-warmup-fraction",
     "model_parallel_size": "give --tensor-model-parallel-size",
     "checkpoint_activations": "give --recompute-activations",
-    "encoder_num_layers": "layers are those of config.json",
     "encoder_seq_length": "lengths are --rl-max-prompt-tokens and --rl-max-response-tokens",
 }
 

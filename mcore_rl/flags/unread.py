@@ -1,7 +1,8 @@
-"""Flags of the architecture that cannot change what a given model computes.
+"""Flags of the architecture that a given model does not need.
 
 Launch scripts give some flags for groups of models, such as `--kv-channels` for latent attention.
-config.json has no such part, but does not contradict it. The table follows Megatron 0.19.2.
+config.json has no such part, but does not contradict it. Other flags say again what
+`megatron_flags` says, such as `--hybrid-layer-pattern`. Both follow Megatron 0.19.2.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from mcore_rl.flags.megatron_flags import ARCHITECTURE
 from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.hybrid_pattern import halves
 
 # Read by latent attention alone (MLATransformerConfig).
 _OF_LATENT = frozenset(
@@ -23,6 +25,26 @@ _OF_YARN = frozenset(
     "yarn_correction_range_round_to_int".split()
 )
 _OF_EXPERTS = frozenset(name for name in ARCHITECTURE if name.startswith("moe_"))
+# Megatron's own layers of a model with Mamba-2; the first module is its name until 0.18.
+_HYBRID_SPECS = (
+    ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
+    ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
+)
+_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+
+
+def restated(shape: ModelShape, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values, by destination, that flags of `given` must have because they say again
+    what other flags of `shape` say. Megatron gets those instead."""
+    pattern = "".join(symbols := halves(shape))
+    of_mtp = f"/{symbols[-1]}" * (given.get("mtp_num_layers") or 0)
+    wanted: dict[str, Any] = {"encoder_num_layers": shape.num_layers}
+    for dest in _PATTERNS:
+        has_mtp = of_mtp and str(given.get(dest)).endswith(of_mtp)
+        wanted[dest] = pattern + of_mtp if has_mtp else pattern
+    if shape.blocks and given.get("spec") in _HYBRID_SPECS:
+        wanted["spec"] = given["spec"]
+    return {dest: value for dest, value in wanted.items() if dest in given}
 
 
 def unread_by(shape: ModelShape, given: Mapping[str, Any]) -> frozenset[str]:
@@ -42,6 +64,8 @@ def _is_unread(dest: str, shape: ModelShape, given: Mapping[str, Any]) -> bool:
         return shape.sliding_window is None and given.get("window_size") is None
     if dest == "rope_scaling_factor":
         return shape.rope["rope_type"] != "llama3" and not given.get("use_rope_scaling")
+    if dest == "no_rope_freq":  # a list of zeros: rotation in every layer
+        return not (any(value) if isinstance(value, list) else value)
     if dest == "rotary_seq_len_interpolation_factor":
         return bool(value == 1)
     if dest in ("rotary_base", "rotary_percent") and shape.rope["rope_type"] == "none":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.common.byte_sizes import shown_bytes
-from mcore_rl.common.errors import UsageError, as_flag
+from mcore_rl.common.errors import UsageError, as_flag, check_length
 from mcore_rl.config import RLConfig
 from mcore_rl.hybrid_engine.peft_export import CONFIG, check_adapter
 from mcore_rl.hybrid_engine.plan.placement import Placement
@@ -142,13 +142,14 @@ def check_lora_folders(config: RLConfig, lora: Lora, values: Mapping[str, Any]) 
             )
         check_adapter(Path(adapter), lora)
     if (export := config.lora.export) is not None:
-        target = Path(os.path.realpath(export))
+        target, flag = Path(os.path.realpath(export)), f"--rl-lora-export {export}"
+        check_length(target, flag)
         is_empty = target.is_dir() and not any(target.iterdir())
         # A resumed run may have been killed after its export.
         again = values.get("load") and (target / CONFIG).is_file()
         if os.path.lexists(target) and not is_empty and not again:
             raise UsageError(
                 "exists and would be replaced",
-                flag=f"--rl-lora-export {export}",
+                flag=flag,
                 remedy="remove it or name a new folder",
             )

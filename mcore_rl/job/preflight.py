@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.algorithms.registry import find_advantage_estimator
-from mcore_rl.common.errors import CORRECT, UsageError, as_flag, check_output_file
+from mcore_rl.common.errors import CORRECT, UsageError, as_flag, check_length, check_output_file
 from mcore_rl.common.megatron_version import check_megatron
 from mcore_rl.common.readers import parse_yaml
 from mcore_rl.common.user_code import import_user_file
@@ -145,9 +145,10 @@ def _check_first_finished(config: RLConfig) -> None:
         return
     at_a_time = config.rollout.groups_at_a_time
     if at_a_time > 1.0:
-        flag = f"--rl-oversample {at_a_time:g}"
-    elif config.rollout.samples_ahead:
+        flag, remedy = f"--rl-oversample {at_a_time:g}", "drop one of the three"
+    elif config.rollout.samples_ahead:  # by default
         flag = f"--rl-max-staleness {config.rollout.staleness_limit}"
+        remedy = "give --rl-max-staleness 0, or drop either of the other two"
     else:
         return
     raise UsageError(
@@ -155,7 +156,7 @@ def _check_first_finished(config: RLConfig) -> None:
         "scores when a step's groups are sampled, too late to replace a group without reward "
         "differences",
         flag=flag,
-        remedy="drop one of the three",
+        remedy=remedy,
     )
 
 
@@ -233,6 +234,7 @@ def _check_export(config: RLConfig, folder: str, *, resumes: bool) -> None:
             flag=flag,
             remedy="name a new folder in it",
         )
+    check_length(target, flag)
     is_empty = target.is_dir() and not any(target.iterdir())
     # A resumed run may have been killed after its export.
     again = resumes and (target / EXPORT_MARKER).is_file()
@@ -265,6 +267,7 @@ def check_export_dtype(options: TrainerOptions, checkpoint: HFCheckpoint) -> Non
 
 def _check_writable(folder: Path, flag: str) -> None:
     """Check that `folder` can be written to, or can be made."""
+    check_length(folder, flag)
     existing = folder.absolute()
     while not os.path.exists(existing):
         existing = existing.parent
@@ -338,6 +341,7 @@ def check_mtp(
     count = values.get("mtp_num_layers")
     if not count:
         return
+    remedy = "drop it"
     if count > shape.num_mtp_layers:
         reason = (
             f"trains multi-token-prediction layers, of which config.json has "
@@ -352,9 +356,11 @@ def check_mtp(
         )
     elif against := _against_mtp(config, layers, values):
         reason = f"is not possible with {against}"
+        if "m" in (values.get("pipeline_model_parallel_layout") or ""):
+            remedy = "drop it and the m of the layout"
     else:
         return
-    raise _cannot_train_mtp(reason, count)
+    raise _cannot_train_mtp(reason, count, remedy)
 
 
 def check_mtp_weights(
@@ -370,11 +376,11 @@ def check_mtp_weights(
             raise _cannot_train_mtp(reason, count)
 
 
-def _cannot_train_mtp(reason: str, count: int) -> UsageError:
+def _cannot_train_mtp(reason: str, count: int, remedy: str = "drop it") -> UsageError:
     return UsageError(
         reason,
         flag=f"--mtp-num-layers {count}",
-        remedy="drop it; MTP layers are then carried as they are",
+        remedy=f"{remedy}; MTP layers are then carried as they are",
     )
 
 

@@ -31,7 +31,7 @@ from mcore_rl.trainer.hand_overs import engine_config
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.models import build_actor
 from mcore_rl.trainer.step_metrics import update_metrics
-from mcore_rl.verify import overwrite_with_zeros, stored_digests
+from mcore_rl.verify import overwrite, stored_digests, stored_otherwise
 from tests.dist.sleeping import SleepLog, memory_gone_while_asleep
 from tests.engine_samples import sample_responses
 from tests.model_only import VLLMModelOnly
@@ -54,7 +54,7 @@ def handed_over_from_disk(
     manager = build_manager(job, shards, engine)
     reports: list[ReshardReport] = []
     manager.on_reshard_end.append(reports.append)
-    overwrite_with_zeros(engine, job, from_disk)
+    assert overwrite(engine, job, from_disk) == []
     with manager:
         handed_over = stored_digests(engine)
     return engine, manager, reports, from_disk, handed_over
@@ -214,7 +214,7 @@ def _hand_over(flags: list[str], log: SleepLog) -> dict[str, Any]:
     events: list[tuple[str, ReshardReport]] = []
     manager.on_reshard_start.append(lambda report: events.append(("start", report)))
     manager.on_reshard_end.append(lambda report: events.append(("end", report)))
-    overwrite_with_zeros(engine, job, from_disk)
+    assert overwrite(engine, job, from_disk) == []
 
     before = RngState.capture()
     expected_draws = _draw()
@@ -241,11 +241,15 @@ def _hand_over(flags: list[str], log: SleepLog) -> dict[str, Any]:
         second = _sample(engine, job)
         prompt = random_tokens(job.spec.shape.vocab_size)[0].tolist()
         vllm = engine.prompt_log_probs([prompt])[0]
+        differing = stored_otherwise(engine, job, from_disk)
+        is_from_disk = stored_digests(engine) == from_disk
     megatron = log_probs_of_random_tokens(job, actor)
     result = {
         "stored_equal": from_disk == handed_over,
         "num_stored": len(from_disk),
         "num_changed_by_update": sum(updated[n] != handed_over[n] for n in handed_over),
+        "differing": differing,
+        "loaded_again_from_disk": is_from_disk,
         "biases": (in_engine, _biases_of_trainer(actor), first_biases),
         "rng_restored": expected_draws == draws,
         "first_tokens": first,

@@ -19,7 +19,7 @@ from mcore_rl.megatron import lora
 from mcore_rl.megatron.lora import is_adapter, merged_weight
 from mcore_rl.trainer.build import build_manager, build_offloader
 from mcore_rl.trainer.hand_overs import engine_config
-from mcore_rl.verify import overwrite_with_zeros, stored_digests
+from mcore_rl.verify import overwrite, stored_digests
 from tests.dist.jobs import first_mini_batch, log_probs_of_random_tokens, started
 from tests.dist.ppo_jobs import Models, build_models
 from tests.model_only import VLLMModelOnly
@@ -151,7 +151,7 @@ def hand_over(flags: list[str], target: str) -> dict[str, dict[str, str]]:
     engine = VLLMModelOnly(config)
     from_disk = stored_digests(engine)
     manager = build_manager(job, shards, engine)
-    overwrite_with_zeros(engine, job, from_disk)
+    assert overwrite(engine, job, from_disk) == []
     with manager:
         handed_over = stored_digests(engine)
     engine.close()

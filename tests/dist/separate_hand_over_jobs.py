@@ -35,7 +35,7 @@ from mcore_rl.model.tensors import is_mtp_tensor
 from mcore_rl.trainer.build import build_manager
 from mcore_rl.trainer.hand_overs import engine_config
 from mcore_rl.trainer.job import Job
-from mcore_rl.verify import overwrite_with_zeros, stored_digests
+from mcore_rl.verify import overwrite, stored_digests
 from tests.dist.attest_jobs import CANARY_TOLERANCE, TRAVELS, gates_for_up_projections, loading
 from tests.dist.float8_jobs import GivenNeeds, collected, unlike, whole_weights
 from tests.dist.jobs import first_mini_batch, random_tokens, started
@@ -180,7 +180,7 @@ def canaries(flags: list[str], ports: list[int]) -> dict[str, Any]:
     if side.engine is not None:
         from_disk = stored_digests(side.engine)
         side.engine.sleep()
-        overwrite_with_zeros(side.engine, side.job, from_disk)
+        assert overwrite(side.engine, side.job, from_disk) == []
         side.engine.wake_weights()
         side.engine.wake_kv_cache()
     tokens = random_tokens(side.job.spec.shape.vocab_size).tolist()

@@ -33,7 +33,7 @@ from mcore_rl.trainer.build import build_manager
 from mcore_rl.trainer.hand_overs import engine_config
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.step_metrics import update_metrics
-from mcore_rl.verify import overwrite_with_zeros, stored_digests
+from mcore_rl.verify import overwrite, stored_digests
 from tests.dist.jobs import first_mini_batch, log_probs_of_random_tokens, rank_batch, started
 from tests.dist.stream_jobs import Trickle
 from tests.engine_samples import sample_responses, small_engine
@@ -186,7 +186,7 @@ def hand_over(flags: list[str], target: str) -> dict[str, Any]:
     manager = build_manager(job, shards, engine)
     reports: list[ReshardReport] = []
     manager.on_reshard_end.append(reports.append)
-    overwrite_with_zeros(engine, job, from_disk)
+    assert overwrite(engine, job, from_disk) == []
     found: dict[str, Any] = {"num_stored": len(from_disk)}
     with manager:
         found["differs_from_disk"] = _differing(engine, from_disk)
@@ -329,7 +329,7 @@ def hand_over_trained_mtp(flags: list[str], before: str, after: str) -> dict[str
     engine = VLLMEngine(engine_config(job, load_format="auto"))
     from_disk = stored_digests(engine)
     manager = build_manager(job, shards, engine)
-    overwrite_with_zeros(engine, job, from_disk)
+    assert overwrite(engine, job, from_disk) == []
     found: dict[str, Any] = {}
     with manager:
         found["differs_from_disk"] = _differing(engine, from_disk)

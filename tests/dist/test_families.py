@@ -105,6 +105,8 @@ def outcome(
     checkpoint = checkpoint_factory(arch, **options)
     if request.param == "llama":
         checkpoint = with_position_tables(checkpoint, tmp_path_factory.mktemp("llama"))
+    if request.param == "qwen3_next":
+        checkpoint = with_new_norms(checkpoint, tmp_path_factory.mktemp("qwen3_next"))
     folder = tmp_path_factory.mktemp("families")
     saved = saved_by_transformers(checkpoint, folder)
     # As many as the model has positions, less the one that scoring takes.
@@ -142,6 +144,18 @@ def with_position_tables(checkpoint: Path, folder: Path) -> Path:
     table = torch.arange(16) / 16
     tables = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": table.clone() for i in range(2)}
     save_file(load_file(weights) | tables, weights, metadata={"format": "pt"})
+    return copy
+
+
+def with_new_norms(checkpoint: Path, folder: Path) -> Path:
+    """A copy whose norms are as transformers initialises them: zeros, offsets from 1."""
+    copy = Path(shutil.copytree(checkpoint, folder / "checkpoint"))
+    weights = copy / "model.safetensors"
+    tensors = {
+        name: torch.zeros_like(tensor) if name.endswith("layernorm.weight") else tensor
+        for name, tensor in load_file(weights).items()
+    }
+    save_file(tensors, weights, metadata={"format": "pt"})
     return copy
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,20 @@ def test_moved_biases_of_experts_reach_the_engine_bit_for_bit(case: tuple) -> No
             assert bias == of_trainer[f"{layer}.mlp.gate.e_score_correction_bias"], stored
         assert (of_trainer != before) == moved
         assert {dtype for dtype, _ in in_engine.values()} <= {"torch.float32"}
+
+
+def test_what_is_stored_otherwise_is_named_with_both_values(case: tuple) -> None:
+    """`mcore_rl.verify` would print it: what an update has changed."""
+    _, results = case
+    pattern = r"rank \d+: \S+?\[[\d, ]*\] is (\S+) after the hand-over and (\S+) as vLLM's own load"
+    for rank, result in enumerate(results):
+        assert result["loaded_again_from_disk"]
+        mine = [each for each in result["differing"] if each.startswith(f"rank {rank}: ")]
+        assert len(mine) == result["num_changed_by_update"]
+        for sentence in mine[:10]:
+            found = re.match(pattern, sentence)
+            assert found and found[1] != found[2], sentence
+        assert all(each.endswith(" differs") for each in mine[10:])
 
 
 def test_rng_is_restored_bit_for_bit(case: tuple) -> None:

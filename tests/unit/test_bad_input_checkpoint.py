@@ -57,8 +57,10 @@ config_not_an_object:
     {here}/checkpoint/config.json is not a JSON object ... use the published
 architecture:
     config.json has model_type 'gpt2' ... supported are deepseek_v3 ... qwen3 ... give
+    => again
 drafter_not_there: --rl-speculate mtp:1
     --rl-speculate mtp:1 needs model.layers.2. ... {here}/checkpoint lacks it ... copy the
+    => --rl-speculate ngram:1
 mtp_not_described: --mtp-num-layers 1
     --mtp-num-layers 1 trains multi ... config.json has none ... drop it; MTP layers are then
 mtp_of_more_layers: --mtp-num-layers 2
@@ -74,7 +76,8 @@ mtp_beside_critic: --mtp-num-layers 1 --rl-algorithm ppo
     --mtp-num-layers 1 is not possible with ... whose critic has none ... drop it
 mtp_beside_layout: without --tensor-model-parallel-size without --expert-model-parallel-size
   --pipeline-model-parallel-size 2 --mtp-num-layers 1 --pipeline-model-parallel-layout Et|tmL
-    --mtp-num-layers 1 is not possible with ... follow the last ... drop it
+    --mtp-num-layers 1 is not possible with ... follow the last ... drop it and the m
+    => drop --mtp-num-layers --pipeline-model-parallel-layout Et|tL
 mtp_beside_overlap: without --tensor-model-parallel-size without --expert-model-parallel-size
   --pipeline-model-parallel-size 2 --mtp-num-layers 1 --overlap-grad-reduce
     --mtp-num-layers 1 is not possible with ... --overlap-grad-reduce, which waits for a
@@ -84,6 +87,7 @@ fp8_export_of_another_checkpoint: --rl-export-dtype fp8 --rl-export-hf {here}/ex
 tensor_quantised:
     model.embed_tokens.weight in {here}/checkpoint/model-00001-of-00002.safetensors ... F8_E4M3
     ... dequantise
+    => again
 shard_missing:
     {here}/checkpoint/model-00002-of-00002.safetensors is missing ...
     model.safetensors.index.json ... copy the checkpoint again
@@ -96,6 +100,7 @@ config_of_another_model:
     has model.embed_tokens.weight of shape [300, 32] ... one of shape [512, 32] ... copy
 latent_that_cpu_engines_lack:
     kv_lora_rank 256 with qk_rope_head_dim 64 ... without a GPU ... 512 and 64 ... use
+    => again
 """
 CHANGES_CHECKPOINT = {
     "index_nested_too_deep": write(f"checkpoint/{INDEX}", "[" * 100_000),

@@ -8,24 +8,33 @@ import dataclasses
 import functools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from mcore_rl.common.errors import UsageError
+from mcore_rl.common.errors import UsageError, as_flag
 from mcore_rl.common.platform import WITHOUT_CUDA, Platform
 from mcore_rl.config import RLConfig
-from mcore_rl.flags.derived import _NEEDS_CUDA, DerivedFlags, derive_flags, with_effect
+from mcore_rl.flags.derived import (
+    _FREQUENCIES,
+    _NEEDS_CUDA,
+    DerivedFlags,
+    derive_flags,
+    with_effect,
+)
 from mcore_rl.flags.given import expand_config, given_values
 from mcore_rl.flags.megatron_flags import ARCHITECTURE, WITHOUT_EFFECT_DESTS
 from mcore_rl.flags.parser import add_rl_args
+from mcore_rl.flags.unread import _HYBRID_SPECS
 from mcore_rl.job.reading import make_parser
 from mcore_rl.job.validation import check_megatron_accepts
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.model.architecture_flags import settings_without_flag
 from mcore_rl.model.config_json import ModelShape, model_shape
+from mcore_rl.model.hybrid_pattern import halves
 from tests.unit.test_hf_config import (
     DEEPSEEK_V2,
     DEEPSEEK_V2_LITE,
@@ -42,6 +51,12 @@ from tests.unit.test_hf_config import (
     QWEN3_600M,
     TRAINABLE,
 )
+
+from megatron.core.models.gpt.experimental_attention_variant_module_specs import (  # isort: skip
+    get_linear_attention_pattern,
+    get_moe_layer_pattern,
+)
+from megatron.core.transformer.utils import is_layer_window_attention  # isort: skip
 
 MOONLIGHT, GLM_FLASH = TRAINABLE["moonlight-16b-a3b"], TRAINABLE["glm-4.7-flash"]
 NEMOTRON_H = TRAINABLE["nemotron-h-8b"]
@@ -137,6 +152,53 @@ def test_equal_architecture_is_accepted(text: str) -> None:
 )
 def test_same_architecture_in_other_words_is_accepted(text: str, tokens: str) -> None:
     assert derive(text, tokens) == derive(text)
+
+
+@pytest.mark.parametrize("text", TRAINABLE.values(), ids=TRAINABLE)
+def test_what_config_says_is_accepted_in_every_notation(text: str) -> None:
+    """Patterns of a HybridModel, an older name of --num-layers, a list where a number will do."""
+    shape, architecture = shape_of(text), derive(text).architecture
+    pattern = "".join(halves(shape))
+    for name in ("hybrid_layer_pattern", "hybrid_override_pattern"):
+        flag = f"--{name.replace('_', '-')}"
+        assert derive(text, f"{flag} {pattern}").unread == {name}
+        with pytest.raises(
+            UsageError, match=f"config.json, which needs {flag} {re.escape(pattern)}"
+        ):
+            derive(text, f"{flag} M{pattern}")
+    with_mtp = f"--mtp-num-layers 1 --hybrid-layer-pattern {pattern}/{halves(shape)[-1]}"
+    assert derive(text, with_mtp).unread == {"hybrid_layer_pattern"}
+    assert derive(text, f"--encoder-num-layers {shape.num_layers}").unread == {"encoder_num_layers"}
+    with pytest.raises(UsageError, match="needs --encoder-num-layers"):
+        derive(text, f"--encoder-num-layers {shape.num_layers + 1}")
+    values = given_values(architecture, parser())
+    for dest, is_marked in _FREQUENCIES.items():
+        for every in (1, 2, 4):
+            layers = [int(is_marked(layer, every)) for layer in range(shape.num_layers)]
+            if values.get(dest) in (every, layers):
+                for form in (every, str(layers).replace(" ", "")):
+                    assert derive(text, f"{as_flag(dest)} {form}").architecture == architecture
+
+
+def test_frequencies_are_those_of_megatron() -> None:
+    config = argparse.Namespace(num_layers=12, moe_layer_freq=4, linear_attention_freq=4)
+    found = {
+        "moe_layer_freq": get_moe_layer_pattern(config),
+        "linear_attention_freq": get_linear_attention_pattern(config),
+        "window_attn_skip_freq": [
+            int(is_layer_window_attention((7, 0), 4, layer + 1)) for layer in range(12)
+        ],
+    }
+    for dest, is_marked in _FREQUENCIES.items():
+        assert found[dest] == [int(is_marked(layer, 4)) for layer in range(12)], dest
+
+
+def test_megatrons_own_layers_of_a_hybrid_model_are_accepted() -> None:
+    """Its scripts for Nemotron name them by --spec; those of a user are left to the model class."""
+    for module, name in _HYBRID_SPECS:
+        assert derive(NEMOTRON_H, f"--spec {module} {name}").unread == {"spec"}
+    assert not derive(NEMOTRON_H, "--spec mine layers").unread
+    assert not derive(QWEN3_600M, f"--spec {module} {name}").unread
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,10 @@ from mcore_rl.cli import main
 from mcore_rl.observe.alarms import RULES
 from mcore_rl.observe.stage_timers import STAGES
 from mcore_rl.observe.timeline import TRAINER, Timeline
-from mcore_rl.tools.report.charts import MAX_BARS, charts_of
+from mcore_rl.tools.report.charts import MAX_BARS, MAX_METRICS, charts_of, remarks_on
 from mcore_rl.tools.report.panels import SECTIONS
 from mcore_rl.tools.report.run_files import read_runs
-from mcore_rl.tools.report.tables import headlines, metric_rows, settings_of
+from mcore_rl.tools.report.tables import MAX_ROWS, headlines, metric_rows, settings_of
 from tests.report_runs import step_metrics, write_hostile_run, write_run
 
 PANELS = {panel.title: panel for section in SECTIONS for panel in section.panels}
@@ -174,13 +174,34 @@ def test_map_has_one_row_per_layer_in_order(folder, other):
     assert charts_of(PANELS["Busiest expert in rollout, by layer"], runs) == []
 
 
+def test_report_stays_small_when_names_have_the_step_in_them(tmp_path):
+    lines = [
+        {
+            "step": step,
+            "reward/mean": 0.5 + step,
+            **{f"mine/{step}/{k}": 1.0 for k in range(10)},
+            f"source/{step}/accuracy": 0.5,
+        }
+        for step in range(300)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    [run] = read_runs([tmp_path])
+    assert sum(values.size for _, values in run.points.values()) == 300 * 12  # as in the file
+    [chart] = charts_of(PANELS["Accuracy by source"], [run])
+    assert len(chart.figure.data) == MAX_METRICS
+    assert f"first {MAX_METRICS} metrics alone: Accuracy by source" in remarks_on([run])
+    page = report(tmp_path, "-o", tmp_path / "page.html")
+    assert page.text.count("mine/") == MAX_ROWS
+    assert f"{3301 - MAX_ROWS - 1:,} more metrics are in metrics.jsonl." in page.text
+
+
 def test_alarm_is_marked_on_the_chart_of_its_metric(folder):
     drawn = {name for panel in PANELS.values() for name in panel.series}
     assert {rule.metric for rule in RULES} <= drawn
     [run] = read_runs([folder])
     [chart] = charts_of(PANELS["Entropy"], [run])
     [mark] = [trace for trace in chart.figure.data if trace.name == "alarm"]
-    assert mark.x == (30,) and mark.y == (pytest.approx(run.values["entropy"][30]),)
+    assert mark.x == (30,) and mark.y == (pytest.approx(run.series("entropy")[1][30]),)
     assert "lower --lr" in mark.text[0].replace("<br>", " ")
     [other] = charts_of(PANELS["KL to the reference"], [run])
     assert "alarm" not in {trace.name for trace in other.figure.data}

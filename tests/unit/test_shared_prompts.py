@@ -398,7 +398,7 @@ def test_obstacle_names_the_flag(values: dict[str, object], named: str) -> None:
     assert obstacle(POSSIBLE, 512) == ""
     assert obstacle(POSSIBLE | values, 512).startswith(named)
     assert not shares_prompts("auto", POSSIBLE | values, 512)
-    with pytest.raises(UsageError, match=f"--rl-share-prompts on .*{named}.*; drop one of the two"):
+    with pytest.raises(UsageError, match=f"--rl-share-prompts on .*{named}.*; drop it"):
         shares_prompts("on", POSSIBLE | values, 512)
 
 

@@ -25,6 +25,10 @@ from mcore_rl.hybrid_engine.vllm.reload import Weights
 logger = logging.getLogger(__name__)
 
 
+class NotProved(RuntimeError):
+    """The engines do not have Megatron's weights, or compute otherwise. Raised on all ranks."""
+
+
 class Proof:
     """Reload of the engines of `world` with proof. All methods are collective over it.
 
@@ -68,8 +72,8 @@ class Proof:
     def reload(self, weights: Weights, read: ReadSlice) -> Attestation | None:
         """Load `weights`; if they fail attestation, load what `read` serves by the plain gather.
 
-        Returns the attestation of the weights that the engine has now. Raises RuntimeError, on all
-        ranks, if they are not Megatron's.
+        Returns the attestation of the weights that the engine has now. Raises NotProved if they
+        are not Megatron's.
         """
         attestation = self._load(weights)
         if attestation is not None and not attestation.ok:
@@ -89,7 +93,7 @@ class Proof:
                 self._repeat(str(result), read)
             result = self._compared(self._canary)
         if not result.ok:
-            raise RuntimeError(
+            raise NotProved(
                 f"{result}, and the plain gather did not change that; the engine has other weights "
                 "than Megatron or computes otherwise; python -m mcore_rl.verify finds out which. "
                 "If it is rounding, raise --rl-canary-tolerance (0 compares and never stops)"
@@ -111,7 +115,7 @@ class Proof:
             self._attestor.repeat()
         attestation = self._load(self._gather.weights(read))
         if attestation is not None and not attestation.ok:
-            raise RuntimeError(f"{reason}; nor by the plain gather: {attestation}")
+            raise NotProved(f"{reason}; nor by the plain gather: {attestation}")
         return attestation
 
     def _load(self, weights: Weights) -> Attestation | None:

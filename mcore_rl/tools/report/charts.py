@@ -6,7 +6,6 @@ import html
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any
 
@@ -26,6 +25,7 @@ _BAND_COLORS = (
 # For the first and the second run. Lower bounds are dashed, or an equal curve would hide them.
 _DASHES, _BOUND_DASHES = ("solid", "dot"), ("dash", "dashdot")
 MAX_BARS = 200  # a chart is about 500 pixels wide
+MAX_METRICS = 200  # of a pattern: more lines or rows than a chart has pixels
 SMOOTHED_FROM = 20  # points of a line
 _MARKERS_UP_TO = 40
 _LONGEST_NAME = 28
@@ -92,16 +92,30 @@ def charts_of(panel: Panel, runs: Sequence[Run]) -> list[Chart]:
 def metrics_of(panel: Panel, runs: Sequence[Run]) -> dict[str, str]:
     """Return the metrics of a panel that have a value, with their labels.
 
-    A metric that matches a pattern is labelled with the part that matches the asterisk.
+    A metric that matches a pattern is labelled with the part that matches the asterisk; of each
+    pattern the first `MAX_METRICS` are returned.
     """
-    names = sorted({name for run in runs for name in run.values if run.series(name)[1].size})
     found = {}
     for metric, label in panel.series.items():
-        first, _, last = metric.partition("*")
-        for name in names:
-            if fnmatchcase(name, metric):
+        first, is_pattern, last = metric.partition("*")
+        names = _matching(first, last, runs) if is_pattern else [metric]
+        for name in names[:MAX_METRICS]:
+            if any(name in run.points for run in runs):
                 found[name] = label or name.removeprefix(first).removesuffix(last)
     return found
+
+
+def _matching(first: str, last: str, runs: Sequence[Run]) -> list[str]:
+    """Return the metrics with this beginning and this end, sorted."""
+    least = len(first) + len(last)
+    return sorted(
+        {
+            name
+            for run in runs
+            for name in run.points
+            if name.startswith(first) and name.endswith(last) and len(name) >= least
+        }
+    )
 
 
 def constant(metric: str, runs: Sequence[Run]) -> float | None:
@@ -116,7 +130,7 @@ def constant(metric: str, runs: Sequence[Run]) -> float | None:
 def remarks_on(runs: Sequence[Run]) -> str:
     """Return remarks on the charts: smoothing, means and omitted metrics."""
     longest = max(run.steps.size for run in runs)
-    remarks, constants, missing = [], {}, []
+    remarks, constants, missing, cut = [], {}, [], []
     if longest >= SMOOTHED_FROM:
         remarks.append(
             "Lines are moving averages, in front of the measured values, which are pale."
@@ -127,12 +141,16 @@ def remarks_on(runs: Sequence[Run]) -> str:
         metrics = metrics_of(panel, runs)
         if panel.expected and not metrics:
             missing.append(panel.title)
+        if len(metrics) >= MAX_METRICS:
+            cut.append(panel.title)
         for metric in metrics if panel.kind == "lines" else ():
             value = constant(metric, runs)
             if value is not None and (value or panel.expected):
                 constants[metric] = f"{clean(metric)} {shown(metric, value)}"
     if constants:
         remarks.append(f"Constant, and not drawn: {', '.join(constants.values())}.")
+    if cut:
+        remarks.append(f"With the first {MAX_METRICS} metrics alone: {', '.join(cut)}.")
     if missing:
         remarks.append(f"Without a value yet: {', '.join(missing)}.")
     return " ".join(remarks)
@@ -256,9 +274,13 @@ def _map(panel: Panel, run: Run) -> Iterator[Any]:
 
 def _rows(run: Run, metrics: Iterable[str], steps: np.ndarray) -> np.ndarray:
     """Return `[k, n]` values of k metrics at n steps; 0 where a metric has none."""
-    nothing, at = np.zeros(run.steps.size), np.isin(run.steps, steps)
-    found = np.stack([run.values.get(metric, nothing)[at] for metric in metrics])
-    return np.where(np.isfinite(found), found, 0.0)
+    rows = []
+    for metric in metrics:
+        at, values = run.series(metric)
+        is_asked = np.isin(at, steps)
+        rows.append(np.zeros(steps.size))
+        rows[-1][np.searchsorted(steps, at[is_asked])] = values[is_asked]
+    return np.stack(rows)
 
 
 def _points(steps: np.ndarray, values: np.ndarray) -> dict[str, np.ndarray]:

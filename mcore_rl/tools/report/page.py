@@ -25,7 +25,14 @@ from mcore_rl.common.version import VERSION
 from mcore_rl.tools.report.charts import charts_of, remarks_on
 from mcore_rl.tools.report.panels import COLORS, SECTIONS
 from mcore_rl.tools.report.run_files import NO_SUMMARY, Run
-from mcore_rl.tools.report.tables import facts_of, headlines, metric_rows, settings_of, subjects_of
+from mcore_rl.tools.report.tables import (
+    facts_of,
+    headlines,
+    metric_names,
+    metric_rows,
+    settings_of,
+    subjects_of,
+)
 
 _FOLDED_FROM, _FOLDED_LINES = 400, 8  # visible characters and lines of a folded text
 _TEMPLATES = Path(__file__).with_name("templates")
@@ -50,6 +57,7 @@ def render(runs: Sequence[Run], *, live: str = "") -> str:
     environment.filters["beginning"] = _beginning
     # No text in the JSON can end the script element.
     json = to_json_plotly(figures).replace("<", "\\u003c").replace("&", "\\u0026")
+    rows = metric_rows(runs)
     return environment.get_template("page.html").render(
         runs=runs,
         live=live,
@@ -61,7 +69,8 @@ def render(runs: Sequence[Run], *, live: str = "") -> str:
         sections=[(section, charts) for section, charts in sections if charts],
         remarks=remarks_on(runs),
         has_alarms=any(event.alarm for run in runs for event in run.events),
-        metric_rows=metric_rows(runs),
+        metric_rows=rows,
+        num_left_out=len(metric_names(runs)) - len(rows),
         settings=settings_of(runs),
         facts=facts_of(runs),
         figures=Markup(json),

@@ -101,14 +101,14 @@ class StepSamples:
 class Run:
     """Contents of a run's files.
 
-    `values` has an array per metric, aligned with `steps`, NaN where a step lacks it. The
+    `points` has the steps with a finite value, and these values, of each metric that has any. The
     evaluation after the last step has a separate step, with nothing else.
     """
 
     folder: Path
     name: str
     steps: np.ndarray  # [n] int64, ascending
-    values: Mapping[str, np.ndarray]  # [n] float64
+    points: Mapping[str, tuple[np.ndarray, np.ndarray]]  # [k] int64, [k] float64; k <= n
     config: Mapping[str, Any]  # every argument
     about: Mapping[str, Any]  # command, ranks, versions
     summary: Mapping[str, Any]
@@ -121,9 +121,7 @@ class Run:
 
     def series(self, metric: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the steps with a finite value, and these values."""
-        values = self.values.get(metric, np.full(self.steps.size, math.nan))
-        there = np.isfinite(values)
-        return self.steps[there], values[there]
+        return self.points.get(metric, (np.empty(0, np.int64), np.empty(0)))
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -150,7 +148,6 @@ def read_run(folder: Path, *, name: str) -> Run:
     if metrics == {}:
         notes.append("metrics.jsonl has no step yet, so there are no charts")
     metrics = dict(sorted((metrics or {}).items()))
-    names = dict.fromkeys(name for found in metrics.values() for name in found)
     config = _read(folder / "config.yaml", read_config, notes) or RunConfig()
     summary = _read(folder / "summary.json", _read_mapping, notes) or {}
     times = {name: file.stat().st_mtime for name in FILES if (file := folder / name).is_file()}
@@ -158,7 +155,7 @@ def read_run(folder: Path, *, name: str) -> Run:
         folder=folder,
         name=name,
         steps=np.array(list(metrics), dtype=np.int64),
-        values={n: np.array([m.get(n, math.nan) for m in metrics.values()]) for n in names},
+        points=_points(metrics),
         config=config.resolved,
         about=config.about,
         summary=summary,
@@ -170,6 +167,18 @@ def read_run(folder: Path, *, name: str) -> Run:
         # A run writes its configuration at each start, and its summary at the end.
         has_ended=bool(summary) and times["summary.json"] >= times.get("config.yaml", 0),
     )
+
+
+def _points(metrics: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
+    """Return `Run.points`. Its size follows the file's: names may have the step in them."""
+    found: dict[str, tuple[list[int], list[float]]] = {}
+    for step, values in metrics.items():
+        for name, value in values.items():
+            if math.isfinite(value):
+                steps, series = found.setdefault(name, ([], []))
+                steps.append(step)
+                series.append(value)
+    return {name: (np.array(steps), np.array(series)) for name, (steps, series) in found.items()}
 
 
 def _read(path: Path, parse: Callable[[Path], _Read], notes: list[str]) -> _Read | None:

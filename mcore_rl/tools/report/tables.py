@@ -20,6 +20,7 @@ _MAIN = (*MAIN_METRICS, "kl/ref")
 _NOTHING = object()
 GOOD, BAD = "good", "bad"
 _LAST_STEPS = 10
+MAX_ROWS = 2_000  # a browser lays out more of them for seconds
 _NOT_FACTS = ("metrics", "versions", "num_steps")  # of a summary
 
 
@@ -36,14 +37,21 @@ class Row:
 
 
 def metric_rows(runs: Sequence[Run]) -> list[Row]:
-    """Return all metrics for which a run has values, the main ones first."""
-    names = sorted({name for run in runs for name in run.values if run.series(name)[1].size})
+    """Return the metrics for which a run has values, the main ones first, at most `MAX_ROWS`
+    others."""
+    names = metric_names(runs)
     main = [name for name in _MAIN if name in names]
+    others = sorted(names.difference(main))[:MAX_ROWS]
     return [
         Row(name, tuple(c for run in runs for c in _first_last_best(name, run)), mark)
-        for names, mark in ((main, "main"), ([n for n in names if n not in main], ""))
-        for name in names
+        for names_of_mark, mark in ((main, "main"), (others, ""))
+        for name in names_of_mark
     ]
+
+
+def metric_names(runs: Sequence[Run]) -> set[str]:
+    """Return the metrics for which a run has values."""
+    return {name for run in runs for name in run.points}
 
 
 def _first_last_best(name: str, run: Run) -> tuple[str, str, str]:
@@ -253,7 +261,7 @@ def _step_time(run: Run, seconds: np.ndarray) -> Headline | None:
         return None
     shares = sorted(
         (run.series(name)[1].sum() / seconds.sum(), name[len("time/") :].removesuffix("_seconds"))
-        for name in run.values
+        for name in run.points
         if name.startswith("time/") and name != "time/step_seconds"
     )
     longest = [f"{stage.replace('_', ' ')} {share:.0%}" for share, stage in shares[:-4:-1]]

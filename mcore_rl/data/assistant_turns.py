@@ -8,7 +8,8 @@ adds for generation, and ends where the conversation up to it ends:
                              ~~~~~~                         ~~~~~~
 
 Both must be prefixes of the complete conversation, in text and in tokens. Then the model learns
-each turn after exactly the tokens that it gets in generation. This module runs in the tokenizer's
+each turn after exactly the tokens that it gets in generation. A turn that does not end in a token
+at which generation ends teaches no end; it gets one on request. This module runs in the tokenizer's
 process.
 """
 
@@ -18,9 +19,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from mcore_rl.data.chat import ChatTokenizer
-from mcore_rl.data.messages import RejectedRow
-from mcore_rl.data.options import ALL
+from mcore_rl.data.messages import Message, RejectedRow
 from mcore_rl.data.tokenizer import TooLong
+
+# What the model does not get, as in `ChatTokenizer.prompt`.
+NO_END = "an end token at the end of a learned turn (--rl-sft-append-end adds it)"
+_MARK = "MCORERLTURN"
 
 
 class Demonstrated(NamedTuple):
@@ -37,29 +41,77 @@ class Demonstrated(NamedTuple):
 
 
 def demonstrated(
-    chat: ChatTokenizer, row: Mapping[str, Any], too_long: TooLong, *, loss_on: str
+    chat: ChatTokenizer, row: Mapping[str, Any], too_long: TooLong, *, append_end: bool = False
 ) -> Demonstrated:
-    """Tokenise a row with all of its assistant's turns, or the last, as spans.
+    """Tokenise a row with its learned turns as spans.
 
-    A row is {"text": prompt, "response": text}, or {"messages": ...} with the template's other
-    inputs. Raises RejectedRow, also if a turn does not follow its prefix.
+    A row is {"text": prompt, "response": text}, or {"messages": ..., "taught": numbers of the
+    learned messages} with the template's other inputs. Raises RejectedRow, also if a turn does not
+    follow its prefix.
     """
     if "text" in row:
         return _without_template(chat, row["text"], row["response"], too_long)
     text, left_out, messages = chat.conversation(row)
     if least := too_long.least_tokens(text):
         return Demonstrated([], least, left_out, [])
-    turns = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
     inputs: dict[str, Any] = {name: row.get(name) for name in ("tools", "documents", "kwargs")}
     (ids,) = chat.encode([text], special=False)
     spans: list[int] = []
-    for turn in turns if loss_on == ALL else turns[-1:]:
+    for turn in row["taught"]:
         parts = (
-            chat.render(messages[:turn], **inputs),
+            _before(chat, messages, turn, inputs),
             chat.render(messages[: turn + 1], opens_turn=False, **inputs),
         )
         spans += _span(chat, text, ids, parts, turn + 1)
-    return Demonstrated(ids, 0, left_out, spans)
+    if all(ids[end - 1] in chat.ends for end in spans[1::2]):
+        return Demonstrated(ids, 0, left_out, spans)
+    if not append_end:
+        return Demonstrated(ids, 0, [*left_out, NO_END], spans)
+    tokens, moved = _with_ends(chat, ids, spans)
+    return Demonstrated(tokens, 0, left_out, moved)
+
+
+def _before(
+    chat: ChatTokenizer, messages: list[Message], turn: int, inputs: Mapping[str, Any]
+) -> str:
+    """Return the text before a turn, which ends with the start of it."""
+    if turn:
+        return chat.render(messages[:turn], **inputs)
+    # Few templates render no messages. The conversation begins with what they write before the
+    # assistant's text, if that is what they write for generation.
+    asked = [{"role": "user", "content": _MARK}]
+    opener = chat.render(asked, **inputs).removeprefix(
+        chat.render(asked, opens_turn=False, **inputs)
+    )
+    said = [{"role": "assistant", "content": _MARK}, *messages[1:]]
+    before, found, _ = chat.render(said, opens_turn=False, **inputs).partition(_MARK)
+    if not found or not opener or not before.endswith(opener):
+        raise RejectedRow(
+            "the chat template has no start of the assistant's turn for a conversation that begins "
+            "with one",
+            "begin it with the user's message, or use another template (--rl-chat-template)",
+        )
+    return before
+
+
+def _with_ends(
+    chat: ChatTokenizer, ids: list[int], spans: list[int]
+) -> tuple[list[int], list[int]]:
+    """Return tokens and spans with an end token behind the text of each turn that lacks one; the
+    blanks behind it are not learned."""
+    found: list[int] = []
+    moved: list[int] = []
+    done = 0
+    for begin, end in zip(spans[::2], spans[1::2], strict=True):
+        is_ended = ids[end - 1] in chat.ends
+        while not is_ended and end > begin and chat.is_blank(ids[end - 1]):
+            end -= 1
+        found += ids[done:begin]
+        moved.append(len(found))
+        found += ids[begin:end] if is_ended else [*ids[begin:end], chat.end_token()]
+        moved.append(len(found))
+        done = end
+    return [*found, *ids[done:]], moved
 
 
 def _without_template(
@@ -68,16 +120,12 @@ def _without_template(
     """Tokenise prompt and response by themselves, as they are in generation, and end them."""
     if least := too_long.least_tokens(prompt + response):
         return Demonstrated([], least, [], [])
-    end = chat.tokenizer.eos_token_id
-    if end is None:
-        raise RejectedRow(
-            "the tokenizer has no token that ends a sequence, which a response would have to learn",
-            "use a chat template, or a tokenizer with an eos_token",
-        )
     (first,) = chat.encode([prompt], special=True)
     (second,) = chat.encode([response], special=False)
-    ids = [*first, *second, end]
-    return Demonstrated(ids, 0, [], [len(first), len(ids)])
+    ids = [*first, *second]
+    if not second or second[-1] not in chat.ends:
+        ids.append(chat.end_token())
+    return Demonstrated(ids, 0, chat.left_out_of_texts, [len(first), len(ids)])
 
 
 def _span(

@@ -30,6 +30,8 @@ from mcore_rl.data.messages import (
     variants,
 )
 
+# Among the fields that the model does not get.
+ADDED_END = "the end token that the tokenizer adds to every text"
 _MARK = "MCORERLMARK"
 _DATE = "strftime_now"  # the function that a template calls for the date
 _LEAVES_OUT = "the chat template leaves out"
@@ -47,11 +49,14 @@ class ChatTokenizer:
         template: str | None = None,
         kwargs: Mapping[str, Any] | None = None,
         date: str | None = None,
+        ends: Sequence[int] = (),
     ) -> None:
         """Set up `tokenizer`; the text `template` replaces its template.
 
-        `kwargs` are the template's arguments, `date` (ISO) the date that it gets (None: today)."""
+        `kwargs` are the template's arguments, `date` (ISO) the date that it gets (None: today).
+        `ends` are the tokens at which the model's responses end, beside the tokenizer's own."""
         self.tokenizer, self._template = tokenizer, template
+        self._ends = ends
         self._kwargs = dict(kwargs or {})
         day = Date.today() if date is None else Date.fromisoformat(date)
         # Midnight, so that a template that asks for the hour renders the same all day.
@@ -154,6 +159,8 @@ class ChatTokenizer:
         if not special:
             return found
         before, behind = self._added_tokens
+        if self.left_out_of_texts:
+            behind = []
         begins, ends = map(self._text_of_tokens, (before, behind))
         return [
             [
@@ -169,6 +176,34 @@ class ChatTokenizer:
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
         known = added.get(token)
         return token in self.tokenizer.all_special_ids or bool(known is not None and known.special)
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens at which a response ends."""
+        own = self.tokenizer.eos_token_id
+        return frozenset({*self._ends, *(() if own is None else (own,))})
+
+    def is_blank(self, token: int) -> bool:
+        """Return whether it is text of blanks alone."""
+        return not self.is_special(token) and not self.tokenizer.decode([token]).strip()
+
+    def end_token(self) -> int:
+        """Return the token that ends a response. Raises RejectedRow without one."""
+        own: int | None = self.tokenizer.eos_token_id
+        if own is None and not self.ends:
+            raise RejectedRow(
+                "the tokenizer has no token that ends a sequence, which a response would have to "
+                "learn",
+                "use a chat template, or a tokenizer with an eos_token",
+            )
+        return min(self.ends) if own is None else own
+
+    @cached_property
+    def left_out_of_texts(self) -> list[str]:
+        """What the tokenizer adds to a text and the model does not get: a model that reads its end
+        token behind a prompt has nothing to continue."""
+        adds_end = any(token in self.ends for token in self._added_tokens[1])
+        return [ADDED_END] if adds_end else []
 
     # ------------------------------------------------------------------------- special tokens
 

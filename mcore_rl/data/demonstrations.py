@@ -16,14 +16,15 @@ import pyarrow as pa
 
 from mcore_rl.batching.table import SampleTokens
 from mcore_rl.common.errors import UsageError
-from mcore_rl.data.options import LAST, DataOptions, SupervisedOptions
-from mcore_rl.data.prompt_file import Responses
+from mcore_rl.data.demonstration_rows import Responses
+from mcore_rl.data.options import DataOptions, SupervisedOptions
 from mcore_rl.data.prompts import (
     DEMONSTRATIONS,
     PAIRS,
     PromptDataset,
     PromptSources,
     load_rows,
+    log_bad_rows,
     prompt_source,
 )
 from mcore_rl.data.sources import EVAL_PROMPTS, PROMPTS, source_of_rows
@@ -48,6 +49,11 @@ class Demonstrations(PromptDataset):
         num_tokens, first = len(self._token_ids[row]), self._spans[row][0].as_py()
         return [(first, num_tokens - first)]
 
+    def num_taught(self, position: int) -> list[int]:
+        """Return the number of tokens to learn of each sample of the row."""
+        spans = self._spans[int(self.rows[position])].values.to_numpy().reshape(-1, 2)
+        return [int((spans[:, 1] - spans[:, 0]).sum())]
+
     def tokens(self, position: int, sample: int = 0) -> SampleTokens:
         """Return the tokens of one of the row's samples; those to learn are `is_generated`."""
         row = int(self.rows[position])
@@ -70,11 +76,20 @@ class Pairs(Demonstrations):
         super().__init__(chosen.table, chosen.max_tokens)
         self.rows, _, self._places = np.intersect1d(chosen.rows, rejected.rows, return_indices=True)
         self._rejected = rejected
+        self.problems = rejected.problems | chosen.problems
+        self.left_out = rejected.left_out | chosen.left_out
         content = f"{chosen.fingerprint} {rejected.fingerprint}".encode()
         self.fingerprint = PAIRS + hashlib.sha256(content).hexdigest()
 
     def lengths(self, position: int) -> list[tuple[int, int]]:
         return super().lengths(position) + self._rejected.lengths(int(self._places[position]))
+
+    def num_taught(self, position: int) -> list[int]:
+        return super().num_taught(position) + self._rejected.num_taught(int(self._places[position]))
+
+    def examples(self) -> list[tuple[int, list[list[str]]]]:
+        chosen, rejected = dict(super().examples()), dict(self._rejected.examples())
+        return [(row, [*chosen[row], *rejected[row]]) for row in chosen if row in rejected]
 
     def tokens(self, position: int, sample: int = 0) -> SampleTokens:
         if sample:
@@ -106,7 +121,8 @@ def load_demonstrations(
         flag=flag,
         trust_remote_code=trust_remote_code,
         date=date,
-        responses=responses or Responses(options.response_column, options.loss_on),
+        responses=responses
+        or Responses(options.response_column, options.loss_on, append_end=options.append_end),
         max_response_tokens=max_response_tokens,
     )
     return load_rows(
@@ -146,18 +162,19 @@ def load_pairs(
     max_response_tokens: int,
     **how: Any,
 ) -> Pairs:
-    """Return the pairs of the file that `flag` names, with the columns `chosen` and `rejected`.
-    `how` are further keywords of `load_demonstrations`."""
+    """Return the pairs of the file that `flag` names, with the columns `chosen` and `rejected`; see
+    `demonstration_rows`. `how` are further keywords of `load_demonstrations`."""
     chosen, rejected = (
         load_demonstrations(
             *(path, flag, tokenizer_dir, data, options),
             max_response_tokens=max_response_tokens,
-            responses=Responses(column, LAST, is_required=True),
+            responses=Responses(column, other=other, append_end=options.append_end),
             **how,
         )
-        for column in (CHOSEN, REJECTED)
+        for column, other in ((CHOSEN, REJECTED), (REJECTED, CHOSEN))
     )
     pairs = Pairs(chosen, rejected)
+    log_bad_rows(pairs, f"{flag} {path}")
     if not len(pairs):
         raise UsageError(
             "drops the chosen or the rejected response of every pair",

@@ -27,11 +27,19 @@ CALL_FIELDS = ("tool_calls", "function_call")
 # Columns of a row that only a multimodal model can use.
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 # A list of messages, as JSON or as a Python literal. Other strings are texts.
-MESSAGES_IN_TEXT = re.compile(
+_LIST_IN_TEXT = re.compile(
     r"""\s*\[\s*\{(?=.*["']role["']\s*:)(?=.*["'](content|tool_calls)["']\s*:).*\}\s*\]\s*""",
     re.DOTALL,
 )
-_TOOL_ROLES = ("tool", "function", "ipython", "observation")
+# One message, or messages with the fields `from` and `value`. A text may be JSON of any kind, so
+# the roles are those of conversations.
+_ROLE = r"""["'](system|developer|user|assistant|tool|function|human|gpt)["']"""
+_MESSAGE_IN_TEXT = re.compile(
+    rf"""\s*(\[\s*)?\{{(?=.*["'](role|from)["']\s*:\s*{_ROLE})"""
+    r"""(?=.*["'](content|tool_calls|value)["']\s*:).*\}\s*(\]\s*)?""",
+    re.DOTALL,
+)
+TOOL_ROLES = ("tool", "function", "ipython", "observation")
 # Template arguments that a user may not set.
 _RESERVED = frozenset(
     "messages conversation tools documents add_generation_prompt continue_final_message "
@@ -46,6 +54,46 @@ class RejectedRow(ValueError):
     def __init__(self, problem: str, remedy: str) -> None:
         super().__init__(f"{problem}; {remedy}")
         self.problem, self.remedy = problem, remedy
+
+
+def text_or_messages(
+    value: Any, column: str, *, is_parquet: bool, is_complete: bool, may_be_blank: bool = False
+) -> str | list[Message]:
+    """Return the text of a column, or its messages, which it holds as a list, as one message, or
+    as the JSON of either. Raises RejectedRow for other values."""
+    where = f"column {column!r}"
+    if isinstance(value, str):
+        if not value.strip() and not may_be_blank:
+            raise RejectedRow(f"{where} is blank", "write a text or remove the row")
+        if not (_LIST_IN_TEXT.fullmatch(value) or _MESSAGE_IN_TEXT.fullmatch(value)):
+            return value
+        value = parse_if_text(value, f"{where}, which looks like messages,")
+    if isinstance(value, dict) and ("role" in value or "from" in value):
+        value = [value]
+    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
+        raise RejectedRow(f"{where} is {kind_of(value)}", "write a string or a list of messages")
+    return checked_messages(
+        list(map(_without_nulls_inside, value)) if is_parquet else value, is_complete=is_complete
+    )
+
+
+def kind_of(value: Any) -> str:
+    """Describe a value of a type that is not accepted."""
+    if value is None or isinstance(value, float):
+        return "null" if value is None else repr(value)
+    return f"of type {type(value).__name__} ({repr(value)[:60]})"
+
+
+def value_of(fields: Mapping[str, Any], column: str) -> Any:
+    """Return the value of a column, or of `a.b`; raise KeyError if it is missing."""
+    if column in fields:
+        return fields[column]
+    value: Any = fields
+    for name in column.split("."):
+        if not isinstance(value, dict):
+            raise KeyError(name)
+        value = value[name]
+    return value
 
 
 def checked_messages(value: Sequence[Any], *, is_complete: bool = False) -> list[Message]:
@@ -121,6 +169,13 @@ def without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: without_nulls(each) for name, each in value.items() if each is not None}
     return [without_nulls(each) for each in value] if isinstance(value, list) else value
+
+
+def _without_nulls_inside(message: Any) -> Any:
+    """Drop nulls inside a Parquet message's fields; `checked_messages` handles the fields."""
+    if not isinstance(message, dict):
+        return message
+    return {name: without_nulls(value) for name, value in message.items()}
 
 
 def variants(messages: list[Message]) -> Iterator[list[Message]]:
@@ -239,7 +294,7 @@ def _checked_content(content: Any, role: str, number: int) -> Any:
                 )
         if content and all(map(_is_text_part, content)):
             return [without_nulls(part) for part in content]
-    if role in _TOOL_ROLES and isinstance(content, dict | list):
+    if role in TOOL_ROLES and isinstance(content, dict | list):
         return content
     _reject(
         number,

@@ -11,6 +11,7 @@ from mcore_rl.data.sources import EVAL_PROMPTS, SourceSpec, parse_sources
 NO_CURRICULUM, DROP, DRAW_LESS = "off", "drop", "less"
 
 STOP, RESTART, CONTINUE = "stop", "restart", "continue"  # of --rl-on-changed-prompts
+SKIP = "skip"  # of --rl-bad-rows, beside STOP
 
 ALL, LAST = "all", "last"  # of --rl-sft-loss-on
 
@@ -39,6 +40,12 @@ class DataOptions(Parameters):
     )
     chat_template_kwargs: str = param("{}", "arguments of the chat template, a JSON object")
     max_prompt_tokens: int = param(512, "drop and count prompts that are longer", above=0)
+    bad_rows: str = param(
+        STOP,
+        "what a row does that cannot be used: stop ends the start with its line; skip leaves it "
+        "out, and the log counts such rows by reason",
+        choices=(STOP, SKIP),
+    )
     curriculum: str = param(
         NO_CURRICULUM,
         "prompts whose responses were all right or all wrong when they were last drawn: drop them, "
@@ -84,8 +91,12 @@ class SupervisedOptions(Parameters):
     )
     response_column: str = param(
         "response",
-        "column that holds the response to a prompt (text or one message of the assistant); "
-        "without it, prompts must be conversations with the assistant's turns",
+        "column that holds the response to a prompt (text or messages); without it, prompts must "
+        "be conversations with the assistant's turns",
+    )
+    append_end: bool = param(
+        False,
+        "add the model's end token to learned turns that the chat template leaves without one",
     )
     coef: float = param(
         0.0,

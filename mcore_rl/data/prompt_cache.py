@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import logging
 import tempfile
@@ -28,21 +29,24 @@ from filelock import FileLock
 from packaging.utils import canonicalize_name
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.data.prompt_file import PromptRow, PromptSource, read_rows
+from mcore_rl.data.messages import RejectedRow
+from mcore_rl.data.prompt_file import PromptRow, PromptSource, bad_row, read_rows
 from mcore_rl.data.tokenizer import brings_code
 from mcore_rl.data.tokenizer_process import (
     ChatTemplate,
     ProcessEnded,
     RowRejected,
+    Tokenised,
     TokenizerProcess,
 )
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 6
+_FORMAT = 8
 _ROWS_PER_BATCH = 4096
 _CHARACTERS_PER_BATCH = 1 << 20  # a tokenizer takes 200 MB for these
 _DIGEST_BYTES = 16
+_NUM_SHOWN = 16
 SCHEMA = pa.schema(
     {
         "text": pa.large_string(),
@@ -56,6 +60,9 @@ SCHEMA = pa.schema(
         "left_out": pa.list_(pa.string()),  # fields that the model does not get
         "spans": pa.list_(pa.int32()),  # of demonstrations: see `assistant_turns.Demonstrated`
         "digest": pa.binary(_DIGEST_BYTES),  # of text, answer, row and tokens
+        "problem": pa.large_string(),  # why a skipped row cannot be used, else null
+        # Of the first usable rows, else null; JSON: texts before, in and between learned turns.
+        "shown": pa.large_string(),
     }
 )
 # Libraries that render, tokenise or read a tokenizer's files; then those that some tokenizers of
@@ -72,6 +79,7 @@ _WEIGHTS = frozenset(
 _WEIGHTS_OF_TORCH = ("pytorch_model", "adapter_model", "model", "optimizer", "consolidated")
 _MAY_HOLD_TEMPLATES = ("tokenizer_config.json", "chat_template.json")
 _ASKS_FOR_DATE = b"strftime_now"
+_NOTHING = Tokenised([], 0, [])
 
 
 def tokenizer_process(
@@ -169,8 +177,20 @@ def _write_table(source: PromptSource, tokenizer_dir: Path, path: Path) -> None:
     unfinished = path.with_name(f"{uuid.uuid4().hex}.tmp")  # unique, as other nodes may write, too
     try:
         with pa.OSFile(str(unfinished), "wb") as file, pa.ipc.new_file(file, SCHEMA) as writer:
+            num_left = _NUM_SHOWN
             for batch in _batches(read_rows(source)):
-                writer.write_batch(_tokenised(batch, process, source))
+                tokenised = _tokenised(batch, process, source)
+                shown = _shown(tokenised, num_left, process, source)
+                num_left -= len(shown)
+                columns = [
+                    [*_columns(row, made), shown.get(place)]
+                    for place, (row, made) in enumerate(tokenised)
+                ]
+                arrays = [
+                    pa.array(column, kind.type)
+                    for column, kind in zip(zip(*columns, strict=True), SCHEMA, strict=True)
+                ]
+                writer.write_batch(pa.record_batch(arrays, schema=SCHEMA))
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
@@ -192,37 +212,72 @@ def _batches(rows: Iterable[PromptRow]) -> Iterator[list[PromptRow]]:
 
 def _tokenised(
     rows: list[PromptRow], process: TokenizerProcess, source: PromptSource
-) -> pa.RecordBatch:
+) -> list[tuple[PromptRow, Tokenised]]:
+    """Return the rows with their tokens; a row that is skipped has its problem."""
+    good = [row for row in rows if not row.problem]
     requests = [
         row.request(use_chat_template=source.use_chat_template, system_prompt=source.system_prompt)
-        for row in rows
+        for row in good
     ]
-    limit = source.max_prompt_tokens
+    limit, skips = source.max_prompt_tokens, source.skips_bad_rows
+    found: list[Tokenised | str]
     try:
         if source.responses is not None:
-            found = process.demonstrate(requests, limit=limit, loss_on=source.responses.loss_on)
+            append_end = source.responses.append_end
+            found = process.demonstrate(requests, limit=limit, append_end=append_end, skips=skips)
         else:
-            plain = process.tokenise(requests, limit=limit, special=not source.use_chat_template)
-            found = [(*made, []) for made in plain]
+            found = process.tokenise(
+                requests, limit=limit, special=not source.use_chat_template, skips=skips
+            )
     except (RowRejected, ProcessEnded) as error:
-        if error.row is None and len(rows) > 1 and isinstance(error, ProcessEnded):
+        if error.row is None and len(good) > 1 and isinstance(error, ProcessEnded):
             # It failed on the batch as a unit: retry row by row to find the one at fault.
-            return pa.concat_batches([_tokenised([row], process, source) for row in rows])
-        raise _refusal(error, rows, process, source) from error
-    columns = [[*_columns(row, *made)] for row, made in zip(rows, found, strict=True)]
-    arrays = [
-        pa.array(column, kind.type)
-        for column, kind in zip(zip(*columns, strict=True), SCHEMA, strict=True)
-    ]
-    return pa.record_batch(arrays, schema=SCHEMA)
+            return [pair for row in rows for pair in _tokenised([row], process, source)]
+        raise _refusal(error, good, process, source) from error
+    made = iter(found)
+    return [(row, _NOTHING) if row.problem else _checked(row, next(made), source) for row in rows]
 
 
-def _columns(
-    row: PromptRow, ids: list[int], least: int, left_out: list[str], spans: list[int]
-) -> Iterator[Any]:
-    """Yield the values of `SCHEMA` for a row; the others: see `TokenizerProcess.demonstrate`."""
+def _checked(
+    row: PromptRow, made: Tokenised | str, source: PromptSource
+) -> tuple[PromptRow, Tokenised]:
+    if isinstance(made, Tokenised):
+        if made.least or (made.ids and list(made.spans[:1]) != [0]):
+            return row, made
+        made = "its prompt has no tokens, and the model needs at least one"
+    error = RejectedRow(made, "write a prompt that the tokenizer reads, or remove the row")
+    return bad_row(source, row.place, error), _NOTHING
+
+
+def _shown(
+    rows: list[tuple[PromptRow, Tokenised]],
+    count: int,
+    process: TokenizerProcess,
+    source: PromptSource,
+) -> dict[int, str]:
+    """Return `SCHEMA`'s `shown` of the first `count` rows within the limit, by their place."""
+    parts: dict[int, list[list[int]]] = {}
+    for place, (_, made) in enumerate(rows):
+        if len(parts) == count:
+            break
+        if 0 < len(made.ids) <= source.max_prompt_tokens:
+            bounds = [0, *made.spans, len(made.ids)]
+            parts[place] = [made.ids[a:b] for a, b in itertools.pairwise(bounds)]
+    if not parts:
+        return {}
+    texts = iter(process.decode([ids for each in parts.values() for ids in each]))
+    return {
+        place: json.dumps([next(texts) for _ in each], ensure_ascii=False)
+        for place, each in parts.items()
+    }
+
+
+def _columns(row: PromptRow, made: Tokenised) -> Iterator[Any]:
+    """Yield the values of `SCHEMA` for a row but the last."""
+    ids, least, left_out, spans = made
     cut = least > 0
-    texts = ["", "", ""] if cut else [row.text, json.dumps(row.answer), row.as_json()]
+    is_empty = cut or bool(row.problem)
+    texts = ["", "", ""] if is_empty else [row.text, json.dumps(row.answer), row.as_json()]
     yield from texts
     yield ids
     yield least or len(ids)
@@ -232,6 +287,7 @@ def _columns(
     yield spans
     content = json.dumps([*texts, ids, *([spans] if spans else ())]).encode()
     yield hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
+    yield row.problem or None
 
 
 def _refusal(
@@ -272,6 +328,7 @@ def _content_key(source: PromptSource, tokenizer_dir: Path) -> str:
         source.path.suffix,
         source.prompt_column,
         source.answer_column,
+        source.skips_bad_rows,
         None if source.responses is None else dataclasses.astuple(source.responses),
         uses,
         *((template.text() or template.chosen, template.kwargs) if uses else ()),

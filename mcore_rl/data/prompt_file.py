@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -16,18 +17,18 @@ import pyarrow.parquet as pq
 from mcore_rl.batching.types import Answer
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.readers import MAX_DEPTH, InvalidData, finite_number, parse_json
+from mcore_rl.data.demonstration_rows import Demonstration, Responses, demonstration_of
 from mcore_rl.data.messages import (
     MEDIA_COLUMNS,
-    MESSAGES_IN_TEXT,
     Message,
     RejectedRow,
     checked_kwargs,
-    checked_messages,
     checked_tools,
-    continues,
     function_of,
-    parse_if_text,
+    kind_of,
     text_of,
+    text_or_messages,
+    value_of,
     without_nulls,
 )
 from mcore_rl.data.tokenizer_process import ChatTemplate
@@ -37,20 +38,6 @@ _JSON_SUFFIXES = (".jsonl", ".json")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _NOT_READ = object()  # placeholder for a value of bytes
 _TOOLS, _DOCUMENTS, _KWARGS = "tools", "documents", "chat_template_kwargs"  # columns
-
-
-@dataclass(frozen=True, slots=True)
-class Responses:
-    """The responses of demonstrations.
-
-    `column` holds a text or one assistant's message in a list, which follows the prompt. Without
-    `is_required`, prompts of a row without it must be messages with assistant's turns. `loss_on` is
-    --rl-sft-loss-on.
-    """
-
-    column: str
-    loss_on: str
-    is_required: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +52,8 @@ class PromptSource:
     precedes messages that do not begin with a system message. Prompts longer than
     `max_prompt_tokens` are dropped. `trust_remote_code` allows the tokenizer code in the
     checkpoint's folder to run. With `responses` the rows are demonstrations, which need no answer,
-    and `max_prompt_tokens` limits prompt and responses together.
+    and `max_prompt_tokens` limits prompt and responses together. With `skips_bad_rows`
+    (--rl-bad-rows skip) a row that cannot be used is left out.
     """
 
     path: Path
@@ -78,6 +66,7 @@ class PromptSource:
     system_prompt: str | None = None
     flag: str = "--rl-prompts"  # that names the file
     responses: Responses | None = None
+    skips_bad_rows: bool = False
 
     @property
     def given(self) -> str:
@@ -105,6 +94,8 @@ class PromptRow(NamedTuple):
     kwargs: dict[str, Any] | None = None  # for the chat template, for this row
     media: tuple[str, ...] = ()  # columns with images and the like, which the model does not get
     response: str | None = None  # of a demonstration without chat template
+    taught: tuple[int, ...] = ()  # messages of a demonstration that are learned, from 0
+    problem: str = ""  # why the row cannot be used and is skipped; it has no columns then
 
     @property
     def text(self) -> str:
@@ -119,13 +110,15 @@ class PromptRow(NamedTuple):
         """Return the row's request to the tokenizer's process."""
         if not use_chat_template:
             return {"text": self.prompt, "response": self.response}
-        messages = self.prompt
+        messages, taught = self.prompt, self.taught
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system_prompt}, *messages]
+            taught = tuple(number + 1 for number in taught)
         return {
             "messages": _plain(messages),
+            "taught": taught,
             "tools": _plain(self.tools),
             "documents": _plain(self.documents),
             "kwargs": _plain(self.kwargs),
@@ -137,12 +130,12 @@ class PromptRow(NamedTuple):
 
 
 def check_prompts(source: PromptSource) -> int:
-    """Read the complete file without a tokenizer; return its number of rows.
+    """Read the complete file without a tokenizer; return its number of usable rows.
 
     Not collective. Raises UsageError for a file that is missing, empty, unreadable or has another
     suffix, for a broken line (with its number), a missing column and a value of a wrong type.
     """
-    return sum(1 for _ in read_rows(source))
+    return sum(1 for row in read_rows(source) if not row.problem)
 
 
 def check_path(source: PromptSource) -> None:
@@ -164,45 +157,59 @@ def check_path(source: PromptSource) -> None:
 
 
 def read_rows(source: PromptSource) -> Iterator[PromptRow]:
+    """Yield the rows of a file, checked. Raises UsageError for the first that cannot be used, or
+    yields it with its `problem` if the source skips bad rows."""
     check_path(source)
     read = _read_parquet if source.path.suffix == ".parquet" else _read_json_lines
     place = None
     for place, fields in read(source):
-        found = []
-        for column, column_flag in _columns_of(source):
-            try:
-                found.append(_value_of(fields, column))
-            except KeyError:
-                raise UsageError(
-                    f"names a column that {source.given} lacks in {place}, which has "
-                    f"{_names(fields)}",
-                    flag=f"{column_flag} {column!r}",
-                    remedy="name one that all rows have",
-                ) from None
-        prompt, answer = (*found, "")[:2]  # demonstrations have no answer
-        yield _checked_row(prompt, answer, fields, source, place)
+        try:
+            if isinstance(fields, RejectedRow):
+                raise fields
+            yield _checked_row(fields, source, place)
+        except RejectedRow as error:
+            yield bad_row(source, place, error)
     if place is None:
         raise UsageError("holds no rows", flag=source.given, remedy="write one prompt per line")
 
 
+def bad_row(source: PromptSource, place: str, error: RejectedRow) -> PromptRow:
+    """Return the entry of a row that is skipped. Raises UsageError unless the source skips it."""
+    if not source.skips_bad_rows:
+        if isinstance(error, _MissingColumn):
+            raise UsageError(
+                f"names a column that {source.given} lacks in {place}, which has {error.names}",
+                flag=error.given,
+                remedy="name one that all rows have",
+            ) from error
+        raise UsageError(
+            f", {place}: {error.problem}", flag=source.given, remedy=error.remedy
+        ) from error
+    return PromptRow(place, "", "", {}, problem=error.problem)
+
+
 def _columns_of(source: PromptSource) -> list[tuple[str, str]]:
-    """Return the columns that every row needs, with the flags that name them."""
-    prompt = (source.prompt_column, "--rl-prompt-column")
+    """Return the columns that every row needs, with the flags that name them. Demonstrations may
+    be conversations in any of theirs."""
     if source.responses is not None:
-        return [prompt]
-    return [prompt, (source.answer_column, "--rl-answer-column")]
+        return []
+    return [
+        (source.prompt_column, "--rl-prompt-column"),
+        (source.answer_column, "--rl-answer-column"),
+    ]
 
 
-def _value_of(fields: dict[str, Any], column: str) -> Any:
-    """Return the value of a column, or of `a.b`; raise KeyError if it is missing."""
-    if column in fields:
-        return fields[column]
-    value: Any = fields
-    for name in column.split("."):
-        if not isinstance(value, dict):
-            raise KeyError(name)
-        value = value[name]
-    return value
+class _MissingColumn(RejectedRow):
+    def __init__(self, column: str, flag: str, fields: dict[str, Any]) -> None:
+        super().__init__(f"it has no column {column!r}", f"name one that all rows have by {flag}")
+        self.given, self.names = f"{flag} {column!r}", _names(fields)
+
+
+def _needed(fields: dict[str, Any], column: str, flag: str) -> Any:
+    try:
+        return value_of(fields, column)
+    except KeyError:
+        raise _MissingColumn(column, flag, fields) from None
 
 
 def _names(fields: dict[str, Any]) -> str:
@@ -227,25 +234,28 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | None) else str(value)
 
 
-def _read_json_lines(source: PromptSource) -> Iterator[tuple[str, dict[str, Any]]]:
+def _read_json_lines(source: PromptSource) -> Iterator[tuple[str, dict[str, Any] | RejectedRow]]:
     with source.path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if not line.strip():
-                continue
-            place = f"line {number}"
-            try:
-                fields = parse_json(line.removeprefix(_BYTE_ORDER_MARK) if number == 1 else line)
-            except InvalidData as error:
-                raise UsageError(
-                    f", {place}, is not valid JSON ({error})",
-                    flag=source.given,
-                    remedy="each line must be one JSON object in UTF-8",
-                ) from error
-            if b"\\ud" in line.lower() and not _is_unicode(fields):
-                _refuse(source, place, "holds half a surrogate pair", "write complete pairs")
-            if not isinstance(fields, dict):
-                _refuse(source, place, "is not a JSON object", "write {...} with the columns")
-            yield place, fields
+            if line.strip():
+                try:
+                    yield f"line {number}", _parsed(line, is_first=number == 1)
+                except RejectedRow as error:
+                    yield f"line {number}", error
+
+
+def _parsed(line: bytes, *, is_first: bool) -> dict[str, Any]:
+    try:
+        fields = parse_json(line.removeprefix(_BYTE_ORDER_MARK) if is_first else line)
+    except InvalidData as error:
+        raise RejectedRow(
+            f"is not valid JSON ({error})", "each line must be one JSON object in UTF-8"
+        ) from error
+    if b"\\ud" in line.lower() and not _is_unicode(fields):
+        raise RejectedRow("holds half a surrogate pair", "write complete pairs")
+    if not isinstance(fields, dict):
+        raise RejectedRow("is not a JSON object", "write {...} with the columns")
+    return fields
 
 
 def _is_unicode(fields: Any) -> bool:
@@ -260,12 +270,16 @@ def _read_parquet(source: PromptSource) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         with pq.ParquetFile(source.path, memory_map=True) as file:
             schema = file.schema_arrow
-            wanted = {
-                name if name in schema.names else name.split(".")[0]
-                for name, _ in _columns_of(source)
-            }
-            if not wanted.issubset(schema.names):
-                yield "its schema", dict.fromkeys(schema.names)
+            needed = _columns_of(source)
+            read = [name for name, _ in needed]
+            if source.responses is not None:
+                names = source.responses.column, source.responses.other
+                read = [source.prompt_column, *filter(None, names)]
+            wanted = {name if name in schema.names else name.split(".")[0] for name in read}
+            for name, flag in needed:
+                if name not in schema.names and name.split(".")[0] not in schema.names:
+                    error = _MissingColumn(name, flag, dict.fromkeys(schema.names))
+                    bad_row(dataclasses.replace(source, skips_bad_rows=False), "its schema", error)
             for column in schema:
                 _check_depth(column, source)
             # Without images and the like, which make up most of such a file.
@@ -290,11 +304,10 @@ def _check_depth(column: pa.Field, source: PromptSource) -> None:
     while waiting:
         kind, depth = waiting.pop()
         if depth > MAX_DEPTH:
-            _refuse(
-                source,
-                f"column {column.name!r}",
-                f"is nested deeper than {MAX_DEPTH} levels",
-                "reduce the nesting",
+            raise UsageError(
+                f", column {column.name!r}: is nested deeper than {MAX_DEPTH} levels",
+                flag=source.given,
+                remedy="reduce the nesting",
             )
         waiting += [(kind.field(n).type, depth + 1) for n in range(kind.num_fields)]
 
@@ -307,110 +320,45 @@ def _is_bytes(kind: pa.DataType) -> bool:
     return bool(pa.types.is_binary(kind) or pa.types.is_large_binary(kind))
 
 
-def _checked_row(
-    prompt: Any, answer: Any, fields: dict[str, Any], source: PromptSource, place: str
-) -> PromptRow:
-    checked_answer = _checked_answer(answer, source, place)
+def _checked_row(fields: dict[str, Any], source: PromptSource, place: str) -> PromptRow:
+    """Return a row. Raises RejectedRow."""
     media = tuple(name for name in MEDIA_COLUMNS if fields.get(name))
     columns = {name: value for name, value in fields.items() if value is not _NOT_READ}
     is_parquet = source.path.suffix == ".parquet"
-    try:
-        messages = _checked_prompt(prompt, source, is_parquet=is_parquet)
-        response = None
-        if source.responses is not None:
-            messages, response = _demonstration(messages, fields, source, source.responses)
-        for_template = [
-            without_nulls(fields.get(name)) if is_parquet else fields.get(name)
-            for name in (_TOOLS, _DOCUMENTS, _KWARGS)
-        ]
-        tools = checked_tools(for_template[0], _TOOLS)
-        kwargs = checked_kwargs(for_template[2], f"column {_KWARGS!r}")
-        if not source.use_chat_template:
-            _refuse_without_template(messages, tools, kwargs)
-            return PromptRow(
-                place, messages, checked_answer, columns, media=media, response=response
-            )
-        # A column of this name may be only for the reward.
-        documents = for_template[1]
-        is_theirs = isinstance(documents, list) and all(isinstance(d, dict) for d in documents)
-        return PromptRow(
-            place,
-            messages,
-            checked_answer,
-            columns,
-            tools,
-            documents if is_theirs and documents else None,
-            kwargs,
-            media,
+    answer: Answer = ""  # demonstrations have none
+    if source.responses is None:
+        prompt, value = (_needed(fields, name, flag) for name, flag in _columns_of(source))
+        answer = _checked_answer(value, source)
+        found = Demonstration(
+            text_or_messages(prompt, source.prompt_column, is_parquet=is_parquet, is_complete=False)
         )
-    except RejectedRow as error:
-        _refuse(source, place, error.problem, error.remedy)
-
-
-def _checked_prompt(value: Any, source: PromptSource, *, is_parquet: bool) -> str | list[Message]:
-    column = f"column {source.prompt_column!r} is"
-    if isinstance(value, str):
-        if not value.strip():
-            raise RejectedRow(f"{column} blank", "write a prompt or remove the row")
-        if not MESSAGES_IN_TEXT.fullmatch(value):
-            return value
-        value = parse_if_text(value, f"column {source.prompt_column!r}, which looks like messages,")
-    if not isinstance(value, list) or not value or not isinstance(value[0], dict):
-        raise RejectedRow(f"{column} {_kind(value)}", "write a string or a list of messages")
-    return checked_messages(
-        list(map(_without_nulls_inside, value)) if is_parquet else value,
-        is_complete=source.responses is not None,
+    else:
+        found = demonstration_of(
+            fields,
+            source.prompt_column,
+            source.responses,
+            is_parquet=is_parquet,
+            use_chat_template=source.use_chat_template,
+        )
+    for_template = [
+        without_nulls(fields.get(name)) if is_parquet else fields.get(name)
+        for name in (_TOOLS, _DOCUMENTS, _KWARGS)
+    ]
+    tools = checked_tools(for_template[0], _TOOLS)
+    kwargs = checked_kwargs(for_template[2], f"column {_KWARGS!r}")
+    row = PromptRow(place, found.prompt, answer, columns, media=media)
+    if not source.use_chat_template:
+        _refuse_without_template(found.prompt, tools, kwargs)
+        return row._replace(response=found.response)
+    # A column of this name may be only for the reward.
+    documents = for_template[1]
+    is_theirs = isinstance(documents, list) and all(isinstance(d, dict) for d in documents)
+    return row._replace(
+        tools=tools,
+        documents=documents if is_theirs and documents else None,
+        kwargs=kwargs,
+        taught=found.taught,
     )
-
-
-def _demonstration(
-    prompt: str | list[Message],
-    fields: dict[str, Any],
-    source: PromptSource,
-    responses: Responses,
-) -> tuple[str | list[Message], str | None]:
-    """Return the conversation of a row with its response; without chat template, both by
-    themselves."""
-    column = f"column {responses.column!r}"
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    response = fields.get(responses.column)
-    if response is None:
-        if responses.is_required or not any(each["role"] == "assistant" for each in messages):
-            raise RejectedRow(
-                f"it has no {column}"
-                + ("" if responses.is_required else ", and no message of the assistant"),
-                "write what the assistant is to answer",
-            )
-        return messages, None
-    if continues(messages):
-        raise RejectedRow(
-            f"its prompt ends with the assistant's turn, and {column} has another",
-            "remove one of the two",
-        )
-    answer = _response_message(response, column)
-    if isinstance(prompt, str) and not source.use_chat_template:
-        return prompt, text_of(answer)
-    return [*messages, answer], None
-
-
-def _response_message(response: Any, column: str) -> Message:
-    if isinstance(response, str):
-        response = [{"role": "assistant", "content": response}]
-    is_one = isinstance(response, list) and len(response) == 1 and isinstance(response[0], dict)
-    if not is_one or response[0].get("role") != "assistant":
-        raise RejectedRow(
-            f"{column} is neither a text nor one message of the assistant in a list",
-            "write one of them; conversations of several turns belong into the prompt's column",
-        )
-    (message,) = checked_messages(list(map(_without_nulls_inside, response)), is_complete=True)
-    return message
-
-
-def _without_nulls_inside(message: Any) -> Any:
-    """Drop nulls inside a Parquet message's fields; `checked_messages` handles the fields."""
-    if not isinstance(message, dict):
-        return message
-    return {name: without_nulls(value) for name, value in message.items()}
 
 
 def _refuse_without_template(
@@ -427,7 +375,7 @@ def _refuse_without_template(
         raise RejectedRow(f"it has {_KWARGS}, which need the chat template", remedy)
 
 
-def _checked_answer(value: Any, source: PromptSource, place: str) -> Answer:
+def _checked_answer(value: Any, source: PromptSource) -> Answer:
     if isinstance(value, list | dict):
         plain: list[Any] | dict[str, Any] = _plain(value)
         return plain
@@ -435,15 +383,7 @@ def _checked_answer(value: Any, source: PromptSource, place: str) -> Answer:
     is_integer = isinstance(value, int) and not isinstance(value, bool)
     if isinstance(value, str) or is_integer or finite_number(value) is not None:
         return str(value)
-    column = f"column {source.answer_column!r} is {_kind(value)}"
-    _refuse(source, place, column, "write a string, a finite number, a list or an object")
-
-
-def _kind(value: Any) -> str:
-    if value is None or isinstance(value, float):
-        return "null" if value is None else repr(value)
-    return f"of type {type(value).__name__} ({repr(value)[:60]})"
-
-
-def _refuse(source: PromptSource, place: str, problem: str, remedy: str) -> NoReturn:
-    raise UsageError(f", {place}: {problem}", flag=source.given, remedy=remedy)
+    raise RejectedRow(
+        f"column {source.answer_column!r} is {kind_of(value)}",
+        "write a string, a finite number, a list or an object",
+    )

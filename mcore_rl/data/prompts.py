@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -25,11 +25,19 @@ from numpy.random import PCG64, SeedSequence
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
 from mcore_rl.data.apportionment import Apportionment
+from mcore_rl.data.demonstration_rows import Responses
 from mcore_rl.data.drawn import Begin, fingerprint_of, is_of_sources
 from mcore_rl.data.messages import RejectedRow, checked_kwargs
-from mcore_rl.data.options import DataOptions
+from mcore_rl.data.options import SKIP, DataOptions
 from mcore_rl.data.prompt_cache import tokenised_table
-from mcore_rl.data.prompt_file import PromptSource, Responses, check_path
+from mcore_rl.data.prompt_file import PromptSource, check_path
+from mcore_rl.data.row_notes import (
+    BadRows,
+    as_learned,
+    bad_rows_of,
+    counted,
+    lines_of,
+)
 from mcore_rl.data.sources import EVAL_PROMPTS, PROMPTS, SourceSpec
 from mcore_rl.data.tokenizer import vocabulary_size
 from mcore_rl.data.tokenizer_process import ChatTemplate
@@ -40,6 +48,8 @@ logger = logging.getLogger(__name__)
 _PROMPT_COLUMNS = ("text", "answer", "token_ids", "row")
 # Prefixes of a fingerprint of the tokens, by what a run draws.
 _PROMPTS, DEMONSTRATIONS, PAIRS = "tokens:", "demonstrations:", "pairs:"
+_MOST_TOKENS = (1 << 31) - 1
+_FIRST_ROWS = 1000  # in which a row to show is searched
 _KINDS = (_PROMPTS, DEMONSTRATIONS, PAIRS)
 
 
@@ -57,14 +67,19 @@ class PromptDataset:
     def __init__(self, table: pa.Table, max_prompt_tokens: int) -> None:
         """Select prompts from `table` (`prompt_cache.SCHEMA`), with one row per row of the file."""
         num_tokens = table.column("num_tokens").to_numpy()
+        self._table = table
         self._columns = [table.column(name) for name in _PROMPT_COLUMNS]
-        self.rows = np.flatnonzero(num_tokens <= max_prompt_tokens)
+        is_bad = table.column("problem").is_valid().to_numpy()
+        is_short = num_tokens <= max_prompt_tokens
+        self.rows = np.flatnonzero(is_short & ~is_bad)
         """`[prompts]` int64: row in the file of each prompt."""
         self.num_rows = table.num_rows  # of the file
-        self.num_too_long = table.num_rows - len(self.rows)
-        self.min_tokens = int(num_tokens.min())
+        self.num_too_long = int((~is_short & ~is_bad).sum())
+        self.min_tokens = int(num_tokens[~is_bad].min(initial=_MOST_TOKENS))
+        self.problems = dict(_entries(table.column("problem"), np.flatnonzero(is_bad)))
+        """Rows of the file that are skipped, with what is wrong."""
         self._max_token_ids = table.column("max_token_id").to_numpy()
-        self.left_out = _counted(table.column("left_out"))
+        self.left_out = counted(table.column("left_out"))
         """Omitted fields: name -> number of rows of the file, and the first of them (from 0)."""
         digests = table.column("digest").take(pa.array(self.rows)).to_pylist()
         content = hashlib.sha256(b"".join([self.rows.tobytes(), *digests]))
@@ -73,6 +88,20 @@ class PromptDataset:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def bad_rows(self) -> list[BadRows]:
+        """The rows that are skipped, by reason."""
+        return bad_rows_of(list(self.problems.values()), list(self.problems))
+
+    def examples(self) -> list[tuple[int, list[list[str]]]]:
+        """Return the first row whose texts are stored, from 0, with the parts of each of its
+        samples as `row_notes.as_learned` takes them; nothing if there is none."""
+        column = self._table.column("shown")
+        for row in self.rows[:_FIRST_ROWS].tolist():
+            if shown := column[row].as_py():
+                return [(row, [json.loads(shown)])]
+        return []
 
     def beyond(self, vocabulary: int) -> tuple[int, int] | None:
         """Return row and token of the first prompt with a token that is not below `vocabulary`."""
@@ -99,6 +128,15 @@ class PromptDataset:
         # A copy, because torch needs writable memory.
         ids = token_ids.values.to_numpy().copy()
         return Prompt(row, text.as_py(), json.loads(answer.as_py()), ids, columns.as_py())
+
+
+def example_lines(rows: PromptDataset) -> Iterator[str]:
+    """Describe the first row as it is learned, one line for each of its samples."""
+    for row, samples in rows.examples():
+        for number, parts in enumerate(samples):
+            which = ("chosen, ", "rejected, ")[number] if len(samples) > 1 else ""
+            what = "learned in « »" if len(parts) > 1 else "as the model reads it"
+            yield f"row {row + 1}, {which}{what}: {as_learned(parts)}"
 
 
 class PromptSources:
@@ -289,6 +327,7 @@ def prompt_source(
         system_prompt=spec.system_prompt,
         flag=flag,
         responses=responses,
+        skips_bad_rows=options.bad_rows == SKIP,
     )
 
 
@@ -363,6 +402,12 @@ def load_rows(
         )
     table = tokenised_table(source, tokenizer_dir, folder, write_cache=write_cache)
     prompts = make(table, source.max_prompt_tokens)
+    if len(prompts.problems) == prompts.num_rows:
+        raise UsageError(
+            f"has no row that can be used: {prompts.bad_rows[0]}",
+            flag=source.given,
+            remedy="correct the file, or the flags of its columns",
+        )
     if len(prompts) == 0:
         raise UsageError(
             f"drops every prompt of {source.given}, the shortest of which has "
@@ -384,7 +429,15 @@ def load_rows(
     return prompts
 
 
+def log_bad_rows(rows: PromptDataset, given: str) -> None:
+    """Log the rows that are skipped, by reason; `given` is the flag with its value."""
+    for line in lines_of(rows.bad_rows, rows.num_rows):
+        logger.warning("%s: %s", given, line)
+
+
 def _log_omissions(prompts: PromptDataset, source: PromptSource, num_rows: int) -> None:
+    if source.responses is None or source.responses.other is None:
+        log_bad_rows(prompts, source.given)
     if prompts.num_too_long:
         logger.warning(
             "%s: %d of %d prompts are longer than %d tokens and left out",
@@ -433,11 +486,6 @@ def _is_known(fingerprint: str) -> bool:
     return fingerprint.startswith(_KINDS) or is_of_sources(fingerprint)
 
 
-def _counted(left_out: pa.ChunkedArray) -> dict[str, tuple[int, int]]:
-    found: dict[str, tuple[int, int]] = {}
-    lengths = left_out.combine_chunks().value_lengths().to_numpy(zero_copy_only=False)
-    for row in np.flatnonzero(lengths):
-        for name in left_out[int(row)].as_py():
-            count, first = found.get(name, (0, int(row)))
-            found[name] = (count + 1, first)
-    return found
+def _entries(column: pa.ChunkedArray, rows: np.ndarray) -> Iterator[tuple[int, str]]:
+    for row in rows.tolist():
+        yield row, column[row].as_py()

@@ -24,7 +24,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.data.messages import Message, RejectedRow
@@ -86,6 +86,19 @@ class RowRejected(RejectedRow):
         self.row = row
 
 
+class Tokenised(NamedTuple):
+    """Tokens of a row.
+
+    `least` is 0, or a lower bound of the tokens of a row that is certainly too long; it then has
+    none. `left_out` are fields that the model does not get. `spans` are those of `Demonstrated`.
+    """
+
+    ids: list[int]
+    least: int
+    left_out: list[str]
+    spans: Sequence[int] = ()
+
+
 class TokenizerProcess:
     """Tokenizer of a folder, with the needed part of `ChatTokenizer`'s interface.
 
@@ -138,22 +151,39 @@ class TokenizerProcess:
         return found
 
     def tokenise(
-        self, rows: Sequence[Mapping[str, Any]], *, limit: int, special: bool
-    ) -> list[tuple[list[int], int, list[str]]]:
-        """Return per row: token ids, a lower bound of their number, and the omitted fields.
+        self, rows: Sequence[Mapping[str, Any]], *, limit: int, special: bool, skips: bool = False
+    ) -> list[Tokenised | str]:
+        """Return the tokens of rows; with `skips` for a rejected row its problem.
 
-        The bound is 0, unless the row certainly exceeds `limit` and was therefore not tokenised.
-        A row is {"text": ...}, or {"messages": ...} with the template's other inputs.
-        """
-        found = self._ask("tokenise", rows=list(rows), limit=limit, special=special)
-        return [(ids, least, names) for ids, least, names in found]
+        A row is {"text": ...}, or {"messages": ...} with the template's other inputs. One that
+        certainly exceeds `limit` is not tokenised."""
+        found = self._ask("tokenise", rows=list(rows), limit=limit, special=special, skips=skips)
+        return [each if isinstance(each, str) else Tokenised(*each) for each in found]
 
     def demonstrate(
-        self, rows: Sequence[Mapping[str, Any]], *, limit: int, loss_on: str
-    ) -> list[tuple[list[int], int, list[str], list[int]]]:
-        """Return per row of demonstrations what `assistant_turns.Demonstrated` has."""
-        found = self._ask("demonstrate", rows=list(rows), limit=limit, loss_on=loss_on)
-        return [(ids, least, names, spans) for ids, least, names, spans in found]
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        limit: int,
+        append_end: bool,
+        skips: bool = False,
+    ) -> list[Tokenised | str]:
+        """Return the tokens of demonstrations, see `assistant_turns.demonstrated`."""
+        found = self._ask(
+            "demonstrate", rows=list(rows), limit=limit, append_end=append_end, skips=skips
+        )
+        return [each if isinstance(each, str) else Tokenised(*each) for each in found]
+
+    def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        """Return the texts of tokens, special ones included."""
+        found: list[str] = self._ask("decode", ids=[list(each) for each in ids])
+        return found
+
+    def vocabulary(self) -> dict[str, int]:
+        """Return the number of each token, added ones included; raises UsageError like `open`."""
+        self.open()
+        found: dict[str, int] = self._ask("vocabulary")
+        return found
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         """Call `ChatTokenizer.render`."""

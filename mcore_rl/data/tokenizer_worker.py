@@ -66,9 +66,7 @@ class _Worker:
         except RejectedRow as error:
             return {"rejected": [self._row(), error.problem, error.remedy]}
         except Exception as error:  # whatever tokenizers and templates raise
-            reason = str(error).strip().partition("\n")[0][:_REASON_CHARACTERS]
-            reason = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
-            return {"rejected": [self._row(), f"the tokenizer fails on it ({reason})", ""]}
+            return {"rejected": [self._row(), _failure(error), ""]}
 
     # ------------------------------------------------------------------------------- operations
 
@@ -88,41 +86,70 @@ class _Worker:
         """Return the rows of `TokenizerProcess.tokenise`: ids, lower bound or 0, omitted fields."""
         from mcore_rl.data.tokenizer import TooLong
 
-        rows, left_out = request["rows"], []
-        texts: list[str] = []
-        for number, row in enumerate(rows):
-            self._begin_row(number)
-            text, missing = (row["text"], []) if "text" in row else chat.prompt(row)
-            text.encode()  # UnicodeEncodeError for half a surrogate pair, which aborts tokenizers
-            texts.append(text)
-            left_out.append(missing)
-        self._end_rows()
-        self._begin_encoding(sum(map(len, texts)))
+        texts: list[tuple[str, list[str]] | str] = self._each(
+            request, lambda row: self._text_of(chat, row)
+        )
+        read = [each for each in texts if not isinstance(each, str)]
+        self._begin_encoding(sum(len(text) for text, _ in read))
         too_long = TooLong(chat.tokenizer, request["limit"])
-        least = [too_long.least_tokens(text) for text in texts]
+        least = [too_long.least_tokens(text) for text, _ in read]
         # A chat template writes its own special tokens.
         encoded = chat.encode(
-            [text for text, cut in zip(texts, least, strict=True) if not cut],
+            [text for (text, _), cut in zip(read, least, strict=True) if not cut],
             special=request["special"],
         )
-        ids = iter(encoded)
-        return [
-            [[] if cut else next(ids), cut, missing]
-            for cut, missing in zip(least, left_out, strict=True)
-        ]
+        ids, added = iter(encoded), chat.left_out_of_texts if request["special"] else []
+        found = iter(
+            [[] if cut else next(ids), cut, [*missing, *added]]
+            for (_, missing), cut in zip(read, least, strict=True)
+        )
+        return [each if isinstance(each, str) else next(found) for each in texts]
+
+    def _text_of(self, chat: Any, row: Request) -> tuple[str, list[str]]:
+        text, missing = (row["text"], []) if "text" in row else chat.prompt(row)
+        text.encode()  # UnicodeEncodeError for half a surrogate pair, which aborts tokenizers
+        return text, missing
 
     def demonstrate(self, chat: Any, request: Request) -> list[Any]:
         """Return the rows of `TokenizerProcess.demonstrate`."""
         from mcore_rl.data.assistant_turns import demonstrated
         from mcore_rl.data.tokenizer import TooLong
 
-        too_long, found = TooLong(chat.tokenizer, request["limit"]), []
+        too_long = TooLong(chat.tokenizer, request["limit"])
+
+        def of_row(row: Request) -> Any:
+            json.dumps(row, ensure_ascii=False).encode()  # as in `tokenise`
+            return demonstrated(chat, row, too_long, append_end=request["append_end"])
+
+        return self._each(request, of_row)
+
+    def _each(self, request: Request, make: Callable[[Request], Any]) -> list[Any]:
+        """Return what `make` returns for each row; with `skips` the problem of a rejected one."""
+        from mcore_rl.data.messages import RejectedRow
+
+        found = []
         for number, row in enumerate(request["rows"]):
             self._begin_row(number)
-            json.dumps(row, ensure_ascii=False).encode()  # as in `tokenise`
-            found.append(demonstrated(chat, row, too_long, loss_on=request["loss_on"]))
+            try:
+                found.append(make(row))
+            except RejectedRow as error:
+                if not request["skips"]:
+                    raise
+                found.append(error.problem)
+            except Exception as error:
+                if not request["skips"]:
+                    raise
+                found.append(_failure(error))
         self._end_rows()
         return found
+
+    def decode(self, chat: Any, request: Request) -> list[str]:
+        """Return the texts of tokens, special ones included."""
+        return [chat.tokenizer.decode(ids, skip_special_tokens=False) for ids in request["ids"]]
+
+    def vocabulary(self, chat: Any, request: Request) -> dict[str, int]:
+        """Return the number of each token."""
+        return dict(chat.tokenizer.get_vocab())
 
     def render(self, chat: Any, request: Request) -> str:
         """Return the text of a conversation, see `ChatTokenizer.render`."""
@@ -164,12 +191,23 @@ class _Worker:
         return int(PLACE.unpack_from(self._place)[0])
 
 
+def _failure(error: Exception) -> str:
+    reason = str(error).strip().partition("\n")[0][:_REASON_CHARACTERS]
+    reason = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+    return f"the tokenizer fails on it ({reason})"
+
+
 @lru_cache(maxsize=4)
 def _chat_tokenizer(settings_json: str) -> Any:
     """Load the tokenizer of a request's settings."""
     from mcore_rl.common.errors import UsageError
     from mcore_rl.data.chat import ChatTokenizer
-    from mcore_rl.data.tokenizer import load_tokenizer, register_model_type
+    from mcore_rl.data.tokenizer import (
+        load_tokenizer,
+        register_model_type,
+        response_ends,
+        vocabulary_size,
+    )
 
     settings = json.loads(settings_json)
     for model_type, class_name in settings["model_types"].items():
@@ -194,8 +232,14 @@ def _chat_tokenizer(settings_json: str) -> Any:
                 remedy=f"give one of {', '.join(sorted(names)) or 'your own files (.jinja)'}",
             )
         template = template or names[name]
+    size = vocabulary_size(Path(settings["folder"]))
+    ends = response_ends(Path(settings["folder"]), tokenizer)
     chat = ChatTokenizer(
-        tokenizer, template=template, kwargs=settings["kwargs"], date=settings["date"]
+        tokenizer,
+        template=template,
+        kwargs=settings["kwargs"],
+        date=settings["date"],
+        ends=[token for token in ends if size is None or token < size],
     )
     unknown = [name for name in settings["kwargs"] if not chat.reads(name)]
     if settings["use_template"] and unknown:

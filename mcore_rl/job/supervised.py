@@ -14,8 +14,9 @@ from mcore_rl.model.layout import PipelineLayers, TrainLayout
 # Sections, and flags of others, that supervised training reads.
 _SECTIONS = ("trainer", "lora", "data", "run", "alarms")
 _FLAGS = frozenset(
-    "sft_loss_on sft_response_column max_response_tokens eval_interval num_eval_prompts "
-    "ranks_per_node loss_aggregation loss_constant entropy_coef dpo_beta".split()
+    "sft_loss_on sft_response_column sft_append_end max_response_tokens eval_interval "
+    "num_eval_prompts ranks_per_node loss_aggregation loss_constant entropy_coef dpo_beta "
+    "dpo_label_smoothing dpo_length_normalized".split()
 )
 # Flags of these sections that it does not read.
 _UNREAD = frozenset(
@@ -59,6 +60,7 @@ def check_supervised(
                 flag=as_flag(dest, value),
                 remedy="drop it",
             )
+    _check_ends(config)
     for flag, path in ((PROMPTS, config.data.prompts), (EVAL_PROMPTS, config.data.eval_prompts)):
         if path is not None:
             source_of_rows(path, flag)
@@ -69,6 +71,15 @@ def check_supervised(
             f"--rl-algorithm {name} compares the policy before the update with the reference",
             flag=f"--rl-num-mini-batches {updates[0]}",
             remedy="set both to 1, and lower --rl-num-prompts-per-step for smaller updates",
+        )
+
+
+def _check_ends(config: RLConfig) -> None:
+    if config.supervised.append_end and config.data.no_chat_template:
+        raise UsageError(
+            "has no effect with --rl-no-chat-template, where an end token follows every response",
+            flag="--rl-sft-append-end",
+            remedy="drop it",
         )
 
 
@@ -94,6 +105,7 @@ def _check_reinforced(config: RLConfig, given: Mapping[str, Any]) -> None:
                 flag=f"--rl-sft-demonstrations {options.demonstrations}",
                 remedy="give for example --rl-sft-coef 0.1, or drop it",
             )
+        _check_ends(config)
         _check_demonstrations(config, options.demonstrations)
         return
     for dest, value in given.items():

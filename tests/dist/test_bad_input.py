@@ -33,7 +33,7 @@ in_the_layout: --tensor-model-parallel-size 4
 in_the_checkpoint:
     {here}/checkpoint/model-00002-of-00002.safetensors is missing ... copy the checkpoint again
 in_the_prompts:
-    --rl-prompts {here}/prompts.jsonl, line 1, is not valid JSON ... one JSON object
+    --rl-prompts {here}/prompts.jsonl, line 1: is not valid JSON ... one JSON object
 in_a_process_for_rewards: --rl-reward broken:score
     --rl-reward broken:score cannot be used ... ZeroDivisionError ... make
 in_the_import_of_a_file: --rl-import {here}/mine.py

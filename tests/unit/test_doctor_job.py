@@ -45,7 +45,7 @@ from mcore_rl.tools.doctor.plan import (
     fullest_on_host,
     make_plan,
 )
-from mcore_rl.tools.doctor.prompts import check_prompts
+from mcore_rl.tools.doctor.prompts import check_demonstrations, check_prompts
 from mcore_rl.tools.doctor.reward import Sample, asks_loopback, check_reward, run_trial
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.trainer_state import (
@@ -465,7 +465,7 @@ REPEATED = (("1+1=", "2"), ("1+1=", "3"), ("2+2=", ""), ("one hundred and one pl
             [],
         ),
         (None, {"prompts": None}, ["red: --rl-prompts is missing"], []),
-        (rows(("1+1=", "2")) + '{"prompt"', {}, ["red: .*line 2, is not valid JSON"], []),
+        (rows(("1+1=", "2")) + '{"prompt"', {}, ["red: .*line 2: is not valid JSON"], []),
     ],
 )
 def test_prompts_are_examined_and_nothing_is_written(
@@ -549,8 +549,25 @@ def test_a_tokenizer_with_code_is_red_unless_it_is_trusted(
     (refused,) = checked_prompts(config_of(here))[0]
     assert refused.level == "red" and "with code of its own" in refused.found
     assert "--trust-remote-code" in refused.remedy and not marker.exists()
-    (found,) = checked_prompts(config_of(here), trust_remote_code=True)[0]
-    assert found.level == "green" and marker.exists()
+    found = checked_prompts(config_of(here), trust_remote_code=True)[0]
+    assert {each.level for each in found} == {"green"} and marker.exists()
+
+
+def test_first_row_is_shown_as_it_is_learned_and_bad_ones_are_counted(here: Path) -> None:
+    def found(**changes: object) -> str:
+        report, config = Report(), config_of(here, bad_rows="skip", **changes)
+        if config.has_engines:
+            return "\n".join(map(str, checked_prompts(config)[0]))
+        check_demonstrations(report, config)
+        return "\n".join(map(str, report.findings))
+
+    pair = {"prompt": "1+1=", "answer": "2", "response": "2", "chosen": "2", "rejected": "3"}
+    (here / "prompts.jsonl").write_text("nonsense\n" + json.dumps(pair))
+    assert "1+1=«the response is learned»" in found()
+    assert "«2" in found(algorithm="sft") and "«3" in found(algorithm="dpo")
+    for algorithm in ("grpo", "sft", "dpo"):
+        said = found(algorithm=algorithm)
+        assert "row 2, " in said and "1 of 2 rows" in said and "is not valid JSON" in said
 
 
 def save_state(state: TrainerState, folder: Path) -> None:

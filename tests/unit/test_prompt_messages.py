@@ -401,7 +401,7 @@ def test_deep_nesting_is_refused_with_place(tmp_path):
     for column in ("answer", "prompt", "more"):
         row = {"prompt": '"hi"', "answer": '"1"', "more": "0", column: deep}
         path.write_text("{" + ", ".join(f'"{k}": {v}' for k, v in row.items()) + "}\n")
-        with pytest.raises(UsageError, match="line 1, .*deeper than"):
+        with pytest.raises(UsageError, match="line 1[,:] .*deeper than"):
             check_prompts(PromptSource(path, 100))
     kind = pa.int64()
     for _ in range(200):

@@ -15,6 +15,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig, config_from
 from mcore_rl.data.assistant_turns import demonstrated
 from mcore_rl.data.chat import ChatTokenizer
+from mcore_rl.data.demonstration_rows import Responses, demonstration_of
 from mcore_rl.data.demonstrations import Demonstrations, load_demonstrations, load_pairs
 from mcore_rl.data.messages import RejectedRow
 from mcore_rl.data.options import DataOptions, SupervisedOptions
@@ -61,7 +62,15 @@ def learned(
     """The texts of the turns to learn."""
     tokenizer = tokenizer_of(template, eos)
     chat = ChatTokenizer(tokenizer)
-    found = demonstrated(chat, {"messages": messages}, TooLong(tokenizer, 500), loss_on=loss_on)
+    row = demonstration_of(
+        {"prompt": messages},
+        "prompt",
+        Responses("response", loss_on),
+        is_parquet=False,
+        use_chat_template=True,
+    )
+    given = {"messages": row.prompt, "taught": row.taught}
+    found = demonstrated(chat, given, TooLong(tokenizer, 500))
     assert (found.least, found.left_out) == (0, [])
     assert (
         found.token_ids == chat.encode([chat.render(messages, opens_turn=False)], special=False)[0]
@@ -105,7 +114,7 @@ def test_tokens_that_join_across_the_start_of_a_turn_are_refused() -> None:
 
     with pytest.raises(RejectedRow, match="message 3.*not those of generation"):
         demonstrated(
-            Joining(tokenizer), {"messages": TURNS}, TooLong(tokenizer, 500), loss_on="all"
+            Joining(tokenizer), {"messages": TURNS, "taught": [2, 4]}, TooLong(tokenizer, 500)
         )
 
 
@@ -173,8 +182,9 @@ def test_without_template_the_response_ends_the_sequence(folder: Path, tmp_path:
     [
         ({"prompt": "1+1", "answer": "2"}, "has no column 'response'.*write what"),
         ({"prompt": TURNS, "response": "5"}, "ends with the assistant's turn.*remove"),
-        ({"prompt": "1", "response": ["2"]}, "'response' is neither a text nor one message"),
-        ({"prompt": "1", "response": [said("user", "2")]}, "is neither a text nor one message"),
+        ({"prompt": "1", "response": ["2"]}, "'response' is of type list.*list of messages"),
+        ({"prompt": "1", "response": [said("user", "2")]}, "does not have the prompt"),
+        ({"response": "2"}, "has no column 'prompt'.*--rl-prompt-column"),
     ],
 )
 def test_row_without_a_demonstration_is_refused(
@@ -246,6 +256,11 @@ def test_prompts_follow_demonstrations(folder: Path, tmp_path: Path) -> None:
         ({"sft_coef": 0.1}, "--rl-sft-coef 0.1"),
         ({"sft_demonstrations": "d.jsonl"}, "--rl-sft-demonstrations d.jsonl"),
         ({"algorithm": "sft", "sft_coef": 0.1}, "--rl-sft-coef 0.1"),
+        ({"sft_append_end": True}, "--rl-sft-append-end"),
+        (
+            {"algorithm": "sft", "sft_append_end": True, "no_chat_template": True},
+            "--rl-sft-append-end",
+        ),
     ],
 )
 def test_flag_without_effect_is_refused_by_name(given: Mapping[str, Any], flag: str) -> None:
@@ -263,6 +278,9 @@ def test_flag_without_effect_is_refused_by_name(given: Mapping[str, Any], flag: 
         {"algorithm": "sft", "num_mini_batches": 2, "num_epochs": 2, "temperature": 1.0},
         {"algorithm": "dpo", "dpo_beta": 0.5, "max_response_tokens": 9, "on_alarm": "stop"},
         {"algorithm": "sft", "lora_rank": 8, "lora_alpha": 4.0, "lora_targets": "q_proj"},
+        {"algorithm": "dpo", "dpo_label_smoothing": 0.1, "dpo_length_normalized": True},
+        {"algorithm": "sft", "sft_append_end": True, "bad_rows": "skip"},
+        {"algorithm": "dpo", "sft_append_end": True},
         {"algorithm": "dpo", "lora_rank": 8, "lora_adapter": "there", "lora_export": "here"},
         {"algorithm": "grpo", "sft_loss_on": "all"},
         {"sft_loss_on": "last", "sft_coef": 0.1, "sft_demonstrations": "d.jsonl"},

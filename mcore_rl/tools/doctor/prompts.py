@@ -12,12 +12,21 @@ import numpy as np
 
 from mcore_rl.batching.types import Prompt
 from mcore_rl.config import RLConfig
+from mcore_rl.data.assistant_turns import NO_END
+from mcore_rl.data.chat import ADDED_END
 from mcore_rl.data.demonstrations import Demonstrations, load_supervised_files
 from mcore_rl.data.drawn import changes_between
 from mcore_rl.data.options import CONTINUE, RESTART, STOP
 from mcore_rl.data.prompt_file import PromptSource
 from mcore_rl.data.prompt_file import check_prompts as count_prompts
-from mcore_rl.data.prompts import PromptDataset, PromptSources, load_prompts, prompt_source
+from mcore_rl.data.prompts import (
+    PromptDataset,
+    PromptSources,
+    example_lines,
+    load_prompts,
+    prompt_source,
+)
+from mcore_rl.data.row_notes import lines_of
 from mcore_rl.data.sources import SourceSpec
 from mcore_rl.data.tokenizer import HOW_TO_END, missing_end
 from mcore_rl.environments.interface import EnvironmentSpec
@@ -31,6 +40,10 @@ from mcore_rl.trainer.resume.trainer_state import (
 )
 
 _FEW = 2
+_REMEDIES = {
+    NO_END: f"give --rl-sft-append-end, or {HOW_TO_END}",
+    ADDED_END: "nothing needs to be done: what follows a prompt is the response",
+}
 
 
 def check_prompts(
@@ -130,6 +143,8 @@ def _of_demonstrations(rows: Demonstrations, config: RLConfig, flag: str) -> Ite
     share = sum(int(each.sum()) for each in samples) / lengths.sum()
     what = f"{flag}: {plural(len(rows), 'row')} of {lengths.min()} to {lengths.max()} tokens"
     yield green(PROMPTS, f"{what}, median {np.median(lengths):.0f}; {share:.0%} are learned")
+    for line in example_lines(rows):
+        yield green(PROMPTS, f"{flag}, {line}")
     yield from _left_out(rows, flag, "--rl-max-prompt-tokens and --rl-max-response-tokens together")
 
 
@@ -138,6 +153,8 @@ def _of_file(prompts: PromptDataset, source: PromptSource, flag: str) -> Iterato
     lengths = np.array([len(row.token_ids) for row in rows])
     what = f"{flag}: {plural(len(rows), 'prompt')} of {lengths.min()} to {lengths.max()} tokens"
     yield green(PROMPTS, f"{what}, median {np.median(lengths):.0f}")
+    for line in example_lines(prompts):
+        yield green(PROMPTS, f"{flag}, {line}«the response is learned»")
     yield from _left_out(prompts, flag, f"--rl-max-prompt-tokens {source.max_prompt_tokens}")
     if empty := sum(not row.answer_text.strip() for row in rows):
         what = f"{flag}: {plural(empty, 'prompt')} without an answer"
@@ -151,13 +168,15 @@ def _of_file(prompts: PromptDataset, source: PromptSource, flag: str) -> Iterato
 
 
 def _left_out(prompts: PromptDataset, flag: str, limit: str) -> Iterator[Finding]:
-    """Report rows that are too long, and fields that the model does not get."""
+    """Report rows that cannot be used or are too long, and fields that the model does not get."""
+    for line in lines_of(prompts.bad_rows, prompts.num_rows):
+        yield yellow(PROMPTS, f"{flag}: {line}", "correct them, or train without them")
     if prompts.num_too_long:
         what = f"{flag}: {plural(prompts.num_too_long, 'prompt')} longer than {limit} will be left "
         yield yellow(PROMPTS, what + "out", "raise it, or remove them from the file")
     for name, (count, first) in prompts.left_out.items():
         what = f"{flag}: the model is not given {name}, in {plural(count, 'row')}, row {first + 1} "
-        remedy = "remove it from the file, or use another --rl-chat-template"
+        remedy = _REMEDIES.get(name, "remove it from the file, or use another --rl-chat-template")
         yield yellow(PROMPTS, what + "first", remedy)
 
 

@@ -226,6 +226,7 @@ class AheadSampler:
             counts.generated_tokens,
             metrics | self._workers.draft_metrics(),
             sampling_seconds=self._metrics.sampling_seconds,
+            example=self._workers.example(),
         )
 
     def undo(self) -> None:

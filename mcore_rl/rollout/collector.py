@@ -54,6 +54,7 @@ class Collected:
     metrics: dict[str, float] = field(default_factory=dict)
     sampling_seconds: float | None = None  # None: as the actor's ranks measure
     engine_spans: tuple[TimeSpan, ...] = ()  # of the first of engines on ranks of their own
+    example: list[str] | None = None  # a sample of the first step, see `RolloutWorkers.example`
 
 
 class Collector:
@@ -200,7 +201,8 @@ class Collector:
             metrics["rollout/pending_groups"] = float(self._counts.pending)
             metrics["rollout/staleness_mean"] = float(staleness.mean())
             metrics["rollout/staleness_max"] = float(staleness.max())
-        return Collected(table, self._counts.generated_tokens, metrics)
+        example = self._workers.example()
+        return Collected(table, self._counts.generated_tokens, metrics, example=example)
 
     def _sizes_of_step(self) -> tuple[int, ...]:
         """Return the samples of each group that a step takes: of as many draws, from any one on,

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
-from mcore_rl.batching.table import SampleTable
+from mcore_rl.batching.table import SampleTable, SampleTokens
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, with_baselines
 from mcore_rl.common import objects
 from mcore_rl.hybrid_engine.vllm.drafter import DraftCounts
@@ -90,6 +90,7 @@ class RolloutWorkers:
         # Groups that this TP group's engine resumes in the next step; the same on all its ranks.
         self.pending: list[OpenGroup] = []
         self._pending_before = self.pending
+        self._has_shown = False  # an example
         self._counters: Counters = LocalCounters()
         if layout.num_tp_groups > 1:
             # The store outlives a job that torchrun restarts.
@@ -373,6 +374,17 @@ class RolloutWorkers:
     def samples_of(self, table: SampleTable) -> list[ScoredRollout]:
         """Return the samples of `settle`'s table on rank 0, an empty list on the others."""
         return self._sample_store.on_first_rank(table, range(len(table)))
+
+    def example(self) -> list[str] | None:
+        """Return this step's first sample here as texts that the model reads and learns in turn, on
+        rank 0, the first time; else None. Local."""
+        if self._rank or self._has_shown or not (samples := self._sample_store.first(1)):
+            return None
+        self._has_shown = True
+        tokens = SampleTokens.of(samples[0])
+        edges = np.flatnonzero(np.diff(tokens.is_generated, prepend=False)).tolist()
+        parts = np.split(tokens.token_ids, edges)
+        return [self._engine.text_of(part, with_special=True) for part in parts]
 
     def close(self) -> None:
         """End the processes of rewards and environments of this rank."""

@@ -135,6 +135,10 @@ class SampleStore:
         """Replace the samples from number `first` on by scored ones."""
         self._samples[first : first + len(scored)] = scored
 
+    def first(self, count: int) -> list[ScoredRollout]:
+        """Return the first samples that are stored here, at most `count`. Local."""
+        return self._samples[:count]
+
     def table(self, first: int, draws: Sequence[int]) -> SampleTable:
         """Return the table of the samples from number `first` on; `draws` has the draw of each."""
         numbers = range(first, first + len(draws))

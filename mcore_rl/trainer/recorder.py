@@ -27,6 +27,7 @@ from mcore_rl.common.version import VERSION
 from mcore_rl.config import RLConfig
 from mcore_rl.data.demonstrations import Drawn
 from mcore_rl.data.prompts import PromptSources
+from mcore_rl.data.row_notes import as_learned
 from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, OffloadLog, ReshardReport, log_reshard
 from mcore_rl.model.roles import ROLLOUT
 from mcore_rl.moe.expert_load import ExpertLoad
@@ -188,6 +189,9 @@ class RunRecorder:
             table, range(len(table)) if has_metrics() else logged
         )
         if self._directory is not None:
+            if collected.example:
+                shown = as_learned(collected.example)
+                logger.info("[Data] the first response, learned in « »: %s", shown)
             draws = table.draws[: len(logged)].tolist()
             self._write(self._directory, step, samples, draws, metrics)
         return stop

@@ -91,6 +91,9 @@ class ScriptedWorkers:
         )
         return groups, dispatcher
 
+    def example(self) -> None:
+        return None
+
     def settle(
         self,
         groups: tuple[list[list[ScoredRollout]], Dispatcher],

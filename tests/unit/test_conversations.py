@@ -42,7 +42,7 @@ class TurnEngine(ScriptedEngine):
         self._length_of = ends.__getitem__
         return super().step()
 
-    def text_of(self, token_ids: np.ndarray) -> str:
+    def text_of(self, token_ids: np.ndarray, *, with_special: bool = False) -> str:
         return " ".join(map(str, token_ids.tolist()))
 
 

@@ -89,7 +89,7 @@ class ScriptedEngine:
     def any_rank(self, here: bool) -> bool:
         return here
 
-    def text_of(self, token_ids: np.ndarray) -> str:
+    def text_of(self, token_ids: np.ndarray, *, with_special: bool = False) -> str:
         return str(token_ids.tolist())
 
 

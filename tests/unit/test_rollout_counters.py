@@ -6,6 +6,7 @@ scripted. The reference counts again from a record of what each engine did.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import threading
@@ -435,6 +436,15 @@ def test_dropped_responses_count_with_their_length_so_far() -> None:
         collected = run.step()
     assert collected.metrics["rollout/length_bias_tokens"] == -0.5
     assert collected.num_generated_tokens == 4 + 6 + 6 + 6
+
+
+def test_first_sample_of_a_run_is_shown_once() -> None:
+    with Run(Options(num_engines=2)) as run:
+        first, second = run.step(), run.step()
+    assert first.example is not None and second.example is None
+    prompt, response = map(json.loads, first.example)
+    assert len(prompt) == first.table.prompt_lengths[0]
+    assert len(response) == first.table.response_lengths[0]
 
 
 def test_reserved_group_that_does_not_differ_is_replaced() -> None:

@@ -175,9 +175,10 @@ class ServerEngine:
         """Return no counts."""
         return DraftCounts()
 
-    def text_of(self, token_ids: np.ndarray) -> str:
-        """Decode a response for its rewards, without special tokens."""
-        found: str = self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+    def text_of(self, token_ids: np.ndarray, *, with_special: bool = False) -> str:
+        """Decode a response for its rewards, without special tokens; with them for a log."""
+        ids = token_ids.tolist()
+        found: str = self.tokenizer.decode(ids, skip_special_tokens=not with_special)
         return found
 
     def require_ready(self) -> None:

@@ -161,9 +161,10 @@ class VLLMEngine:
         """Broadcast `mine` from the first rank of this TP group to all its ranks."""
         return self._groups.get_tp_group().broadcast_object(mine)
 
-    def text_of(self, token_ids: np.ndarray) -> str:
-        """Decode a response for its rewards, without special tokens."""
-        found: str = self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)
+    def text_of(self, token_ids: np.ndarray, *, with_special: bool = False) -> str:
+        """Decode a response for its rewards, without special tokens; with them for a log."""
+        ids = token_ids.tolist()
+        found: str = self.tokenizer.decode(ids, skip_special_tokens=not with_special)
         return found
 
     def rollout(

@@ -71,8 +71,8 @@ class SamplingEngine(Protocol):
     def of_first_rank(self, mine: Any) -> Any:
         """Broadcast `mine` from the first rank of this TP group to all its ranks."""
 
-    def text_of(self, token_ids: np.ndarray) -> str:
-        """Decode a response for its rewards, without special tokens."""
+    def text_of(self, token_ids: np.ndarray, *, with_special: bool = False) -> str:
+        """Decode a response for its rewards, without special tokens; with them for a log."""
 
     def take_draft_counts(self) -> DraftCounts:
         """Return this data-parallel rank's draft counts since the last call."""

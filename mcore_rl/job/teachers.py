@@ -14,8 +14,15 @@ from mcore_rl.common.http import HTTPFailure
 from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.common.readers import parse_json
 from mcore_rl.config import RLConfig
+from mcore_rl.data.messages import RejectedRow
+from mcore_rl.data.prompt_cache import tokenizer_process
 from mcore_rl.data.sources import PROMPTS
-from mcore_rl.data.tokenizer_process import TokenizerProcess, close_all
+from mcore_rl.data.tokenizer_process import (
+    ChatTemplate,
+    ProcessEnded,
+    TokenizerProcess,
+    close_all,
+)
 from mcore_rl.hybrid_engine.remote.prompt_scores import PromptScores
 from mcore_rl.job.facts import LENGTHS, Facts, Refusals, Source
 from mcore_rl.job.reading import ReadShape
@@ -191,7 +198,9 @@ def read_teacher(
         return None
     checkpoint = None
     if source.has_files and facts.checkpoint is not None:
-        checkpoint = refusals.value(_read_folder, teacher, own_shape, facts.checkpoint.folder)
+        trusts = bool(facts.given.get("trust_remote_code"))
+        actor = facts.checkpoint.folder
+        checkpoint = refusals.value(_read_folder, teacher, own_shape, actor, trusts=trusts)
     if refusals.knows(LENGTHS):
         refusals.passes(check_positions, own, config, own_shape)
     return ReadTeacher(own, own_shape, checkpoint)
@@ -200,14 +209,9 @@ def read_teacher(
 def _read_shape(
     options: ValueOptions, teacher: TeacherOptions, shape: ModelShape, read_shape: ReadShape
 ) -> ModelShape:
-    """Return the shape of the teacher's folder, whose tokens must include the actor's."""
+    """Return the shape of the teacher's folder. Both pad their vocabulary, so that neither needs
+    to be the larger one."""
     own = read_shape(options.init, options.init_flag)
-    if own.vocab_size < shape.vocab_size:
-        raise UsageError(
-            f"has a vocabulary of {own.vocab_size}, the actor's is {shape.vocab_size}",
-            flag=options.shown,
-            remedy="give a teacher with the actor's tokenizer",
-        )
     k, flag = teacher.num_top_tokens, f"--rl-teacher-form {teacher.teacher_form}"
     if teacher.teacher_form != TOKEN and own.vocab_size != shape.vocab_size:
         raise UsageError(
@@ -225,21 +229,35 @@ def _read_shape(
     return own
 
 
-def _read_folder(teacher: TeacherPlace, own_shape: ModelShape, actor: Path) -> HFCheckpoint:
+def _read_folder(
+    teacher: TeacherPlace, own_shape: ModelShape, actor: Path, *, trusts: bool
+) -> HFCheckpoint:
     """Read the tensors of the teacher's folder, and compare its tokenizer with the actor's."""
     folder = Path(teacher.place)
     checkpoint = open_checkpoint(folder, own_shape, flag=teacher.flag)
     check_tensors(checkpoint, own_shape, flag=teacher.flag)
-    check_same_vocabulary(folder, actor, flag=teacher.flag)
+    check_same_vocabulary(
+        folder, actor, num_rows=own_shape.vocab_size, flag=teacher.flag, trusts=trusts
+    )
     return checkpoint
 
 
-def check_same_vocabulary(teacher: Path, actor: Path, *, flag: str = _FLAG) -> None:
-    """Check that no text of one tokenizer.json has another number in the other. Folders without
-    one are not compared."""
-    theirs, ours = _vocabulary(teacher), _vocabulary(actor)
-    if not theirs or not ours:
-        return
+def check_same_vocabulary(
+    teacher: Path, actor: Path, *, num_rows: int, flag: str = _FLAG, trusts: bool = False
+) -> None:
+    """Check that each token of the actor's tokenizer is the same token of the teacher's, whose
+    model has `num_rows`. With `trusts` a tokenizer's own code may run."""
+    folders = teacher, actor
+    theirs, ours = map(_vocabulary_of_file, folders)
+    if not theirs or not ours:  # other files: transformers reads them
+        try:
+            theirs, ours = (_vocabulary_of_process(each, trusts=trusts) for each in folders)
+        except (UsageError, RejectedRow, ProcessEnded) as error:
+            raise UsageError(
+                f"has a tokenizer that cannot be compared with that of {actor} ({error})",
+                flag=f"{flag} {teacher}",
+                remedy="add the tokenizer.json of both, or give a teacher that has it",
+            ) from error
     for text, token in ours.items():
         if theirs.get(text) != token:
             has = f"has {theirs[text]}" if text in theirs else "lacks it"
@@ -249,9 +267,22 @@ def check_same_vocabulary(teacher: Path, actor: Path, *, flag: str = _FLAG) -> N
                 flag=f"{flag} {teacher}",
                 remedy="give a teacher with the actor's tokenizer",
             )
+    if (largest := max(ours.values())) >= num_rows:
+        raise UsageError(
+            f"has a vocabulary of {num_rows}, and token {largest} is one of the actor's tokenizer",
+            flag=f"{flag} {teacher}",
+            remedy="give a teacher with the actor's tokenizer",
+        )
 
 
-def _vocabulary(folder: Path) -> Mapping[str, int]:
+def _vocabulary_of_process(folder: Path, *, trusts: bool) -> Mapping[str, int]:
+    process = tokenizer_process(
+        folder, ChatTemplate(), use_template=False, trust_remote_code=trusts
+    )
+    return process.vocabulary()
+
+
+def _vocabulary_of_file(folder: Path) -> Mapping[str, int]:
     """Return text -> token of tokenizer.json; empty if the file cannot be read."""
     found: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):

@@ -31,9 +31,10 @@ from mcore_rl.planner.plan import as_json, plan_case
 from mcore_rl.planner.settings import GB
 from mcore_rl.tools.plan.command_line import read_command_line
 from mcore_rl.trainer.roles.samples import batch_by_plan, plan_epochs
-from mcore_rl.trainer.roles.teacher import StepTeachers, Teacher
+from mcore_rl.trainer.roles.teacher import StepTeachers, Teacher, known_to
 from tests.model_shapes import CONFIGS
 from tests.scoring_server import ScoringServer, log_prob_of, scoring_server
+from tests.unit.test_data import save_tokenizer
 
 SAMPLES = [np.array(tokens, dtype=np.int32) for tokens in ([3, 1, 4, 1], [5], [9, 2])]
 
@@ -119,11 +120,61 @@ def tokenizer(folder: Path, **changed: int) -> Path:
 
 def test_a_teacher_may_have_more_tokens_but_no_other_ones(tmp_path: Path) -> None:
     actor = tokenizer(tmp_path / "actor")
-    check_same_vocabulary(tokenizer(tmp_path / "more", d=4), actor)
+    check_same_vocabulary(tokenizer(tmp_path / "more", d=4), actor, num_rows=4)
     with pytest.raises(UsageError, match="'b' is token 1 .* has 7"):
-        check_same_vocabulary(tokenizer(tmp_path / "other", b=7), actor)
+        check_same_vocabulary(tokenizer(tmp_path / "other", b=7), actor, num_rows=8)
     with pytest.raises(UsageError, match="'d' is token 4 .* lacks it"):
-        check_same_vocabulary(actor, tokenizer(tmp_path / "larger", d=4))
+        check_same_vocabulary(actor, tokenizer(tmp_path / "larger", d=4), num_rows=8)
+    with pytest.raises(UsageError, match="vocabulary of 3, and token 3 is one of the actor's"):
+        check_same_vocabulary(tokenizer(tmp_path / "small"), actor, num_rows=3)
+
+
+@pytest.fixture(scope="module")
+def byte_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"), None)
+
+
+def in_other_files(folder: Path, source: Path, *, reverses: bool = False) -> Path:
+    """The tokenizer of `source` as vocab.json and merges.txt, as Qwen2 and GPT-2 publish it."""
+    folder.mkdir()
+    contents = json.loads((source / "tokenizer.json").read_text())
+    vocabulary = contents["model"]["vocab"]
+    if reverses:
+        vocabulary = dict(zip(vocabulary, reversed(vocabulary.values()), strict=True))
+    added = {str(each["id"]): each for each in contents["added_tokens"]}
+    settings = {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": added}
+    settings |= dict.fromkeys(("eos_token", "pad_token", "unk_token"), "<bos>")
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def test_tokenizers_of_other_files_are_compared_or_the_teacher_is_refused(
+    byte_tokenizer: Path, tmp_path: Path
+) -> None:
+    for files in ("same", "other"):
+        folder = in_other_files(tmp_path / files, byte_tokenizer, reverses=files == "other")
+        for teacher, actor in ((folder, byte_tokenizer), (byte_tokenizer, folder)):
+            if files == "same":
+                check_same_vocabulary(teacher, actor, num_rows=400)
+                continue
+            with pytest.raises(UsageError, match="has another tokenizer"):
+                check_same_vocabulary(teacher, actor, num_rows=400)
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(UsageError, match=f"{tmp_path}/none has a tokenizer that cannot be compa"):
+        check_same_vocabulary(tmp_path / "none", byte_tokenizer, num_rows=400)
+
+
+def test_tokens_that_a_teacher_lacks_are_read_as_another_one() -> None:
+    batch = one_step()[0].actor
+    ids = batch.token_ids.clone()
+    ids[[1, 3]] = torch.tensor([7, 9], dtype=ids.dtype)
+    found, is_lacked = known_to(8, dataclasses.replace(batch, token_ids=ids))
+    assert is_lacked.nonzero().flatten().tolist() == [3]
+    ids[3] = 0
+    assert torch.equal(found.token_ids, ids)
 
 
 class Constant(Teacher):
@@ -139,7 +190,8 @@ class Constant(Teacher):
         return lambda: torch.full((batch.actor.num_tokens, 1), self.value)
 
 
-def test_each_sample_has_the_scores_of_its_own_teacher() -> None:
+def one_step() -> tuple[StepBatch, SampleTable]:
+    """Four samples of 11 tokens 0."""
     lengths = np.array([3, 2, 4, 2])
     table = SampleTable.of_lengths(lengths - 1, np.ones(4, dtype=np.int64))
     batching = MicroBatching(max_tokens=16, micro_batch_size=1, multiple_of=1)
@@ -149,7 +201,12 @@ def test_each_sample_has_the_scores_of_its_own_teacher() -> None:
         for row, n in enumerate(lengths)
     }
     batch = batch_by_plan(table, tokens, epochs, 0)
-    step = StepBatch(batch, division_of(epochs, lengths, ((0,),)), None)
+    return StepBatch(batch, division_of(epochs, lengths, ((0,),)), None), table
+
+
+def test_each_sample_has_the_scores_of_its_own_teacher() -> None:
+    step, table = one_step()
+    batch = step.actor
     numbers = np.array([0, 2, -1, 0])
     teachers = [Constant(-1.0), Constant(-2.0), Constant(-3.0)]
     of_step = StepTeachers(teachers, lambda _: numbers)

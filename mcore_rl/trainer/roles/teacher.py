@@ -47,6 +47,8 @@ from mcore_rl.trainer.roles.samples import table_to_tensors
 logger = logging.getLogger(__name__)
 
 _HEAD = "lm_head.weight"
+# Of a token that only the actor's padded vocabulary has: below those of tokens that are sampled.
+_LACKED_LOG_PROB = -20.0
 
 # A step's samples -> the number of each sample's teacher, `[n]` int64; -1: it has none.
 TeacherOf = Callable[[SampleTable], np.ndarray]
@@ -77,14 +79,24 @@ class TeacherModel(ForwardModel, TeacherRole):
     """A teacher on this rank's pipeline stage and TP shard, in its own layout."""
 
     num_top_tokens = hidden_size = 0  # as in `teacher_columns`
+    vocab_size = 0
 
     def scores(self, *, tokens: RowExchange, asked_by: Shares) -> Scores:
-        batch = self.received(tokens)
+        batch, is_lacked = known_to(self.vocab_size, self.received(tokens))
         with self.world:
             found = teacher_columns(
                 self.runner.evaluate, batch, self.num_top_tokens, self.hidden_size
             )
+        found[:-1, 0][is_lacked[1:]] = _LACKED_LOG_PROB
         return {"scores": self.answered(batch, found.numpy(), asked_by)}
+
+
+def known_to(vocab_size: int, batch: TrainBatch) -> tuple[TrainBatch, torch.Tensor]:
+    """Return the batch with token 0 for tokens that a model with `vocab_size` lacks, and which
+    these are, `[t]` bool: an actor may sample a row that pads its vocabulary."""
+    is_lacked = batch.token_ids >= vocab_size
+    ids = batch.token_ids.masked_fill(is_lacked, 0)
+    return dataclasses.replace(batch, token_ids=ids), is_lacked
 
 
 def teacher_columns(
@@ -128,7 +140,7 @@ def build_teacher_model(
         return {"target_ids": rows.target_ids, "temperature": config.rollout.temperature}
 
     model = TeacherModel(*parts, keywords)
-    model.num_top_tokens = config.teacher.num_top_tokens
+    model.num_top_tokens, model.vocab_size = config.teacher.num_top_tokens, spec.shape.vocab_size
     model.hidden_size = spec.shape.hidden_size if config.teacher.with_hidden else 0
     return model
 

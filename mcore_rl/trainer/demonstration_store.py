@@ -35,6 +35,9 @@ class DemonstrationStore(SampleStore):
         return dataclasses.replace(
             table,
             numbers=numbers.ravel(),
+            generated_lengths=np.array(
+                [each for at in positions for each in rows.num_taught(int(at))], dtype=np.int64
+            ),
             prompts=np.repeat(rows.rows[positions], per_row),
             has_reward=np.zeros(len(table), dtype=np.bool_),
         )

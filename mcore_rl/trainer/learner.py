@@ -239,7 +239,8 @@ class Learner:
         samples = dataclasses.replace(samples, selected=self._selected(table, samples))
         metrics.update(self._explained_variance(samples))
         if isinstance(self.recipe.advantage_config, Preference):
-            metrics.update(preference_metrics(inputs.scores, self.recipe.advantage_config))
+            of_pairs = inputs.scores, inputs.response_lengths
+            metrics.update(preference_metrics(*of_pairs, self.recipe.advantage_config))
         return dataclasses.replace(batch, actor=samples, metrics=metrics)
 
     def _with_penalties(self, samples: TrainBatch) -> tuple[TrainBatch, TeacherSums]:

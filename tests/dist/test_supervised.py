@@ -112,16 +112,27 @@ def cross_entropy(model: Any, rows: Demonstrations, positions: Any) -> torch.Ten
     return -torch.cat([log_probs_of(model, rows, int(at)) for at in positions]).mean()
 
 
-def dpo_loss(model: Any, reference: Any, rows: Demonstrations, positions: Any) -> torch.Tensor:
-    """Equation 7 of arXiv 2305.18290, the mean over pairs."""
+def dpo_loss(
+    model: Any,
+    reference: Any,
+    rows: Demonstrations,
+    positions: Any,
+    *,
+    smoothing: float,
+    is_normalized: bool,
+) -> torch.Tensor:
+    """Equation 7 of arXiv 2305.18290, the mean over pairs; with a share of labels flipped, and with
+    the means over each response's tokens in place of the sums."""
     losses = []
     for at in positions:
         ratios = []
         for sample in (0, 1):
             with torch.no_grad():
-                of_reference = log_probs_of(reference, rows, int(at), sample).sum()
-            ratios.append(log_probs_of(model, rows, int(at), sample).sum() - of_reference)
-        losses.append(-F.logsigmoid(0.1 * (ratios[0] - ratios[1])))
+                of_reference = log_probs_of(reference, rows, int(at), sample)
+            ratio = log_probs_of(model, rows, int(at), sample) - of_reference
+            ratios.append(ratio.mean() if is_normalized else ratio.sum())
+        margin = 0.1 * (ratios[0] - ratios[1])
+        losses.append(-(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin))
     return torch.stack(losses).mean()
 
 
@@ -233,18 +244,26 @@ def test_sft_of_experts_equals_one_rank(
     spread.assert_equals(one)
 
 
-@pytest.mark.parametrize("split", ["padded", "dp2", "tp2", "vpp2"])
-def test_dpo_equals_its_formula(task: Task, ranks: RankPool, split: str) -> None:
+@pytest.mark.parametrize(
+    ("split", "smoothing", "is_normalized"),
+    [("padded", 0.0, False), ("dp2", 0.1, True), ("tp2", 0.0, True), ("vpp2", 0.1, False)],
+)
+def test_dpo_equals_its_formula(
+    task: Task, ranks: RankPool, split: str, smoothing: float, is_normalized: bool
+) -> None:
     rows = task.taught(task.train, pairs=True)
     reference = copy.deepcopy(loaded(task.checkpoint)).eval()
     expected = learned_by_transformers(
         task,
-        lambda model, at: dpo_loss(model, reference, rows, at),
+        lambda model, at: dpo_loss(
+            model, reference, rows, at, smoothing=smoothing, is_normalized=is_normalized
+        ),
         len(rows),
         evaluates=False,
     )
     flags, world_size = SPLITS[split]
-    flags = ("--rl-algorithm", "dpo", *flags)
+    flags = ("--rl-algorithm", "dpo", "--rl-dpo-label-smoothing", str(smoothing), *flags)
+    flags += ("--rl-dpo-length-normalized",) if is_normalized else ()
     found = learned(ranks, task, f"dpo_{split}", world_size, *flags, loss="loss/dpo")
     assert found.losses[0] == pytest.approx(np.log(2), abs=TOLERANCE)
     found.assert_equals(expected)

@@ -25,6 +25,7 @@ from mcore_rl.data.prompts import (
     PromptDataset,
     PromptSources,
     load_rows,
+    log_bad_rows,
     prompt_source,
 )
 from mcore_rl.data.sources import EVAL_PROMPTS, PROMPTS, source_of_rows
@@ -176,6 +177,7 @@ def load_pairs(
         for column, other in ((CHOSEN, REJECTED), (REJECTED, CHOSEN))
     )
     pairs = Pairs(chosen, rejected)
+    log_bad_rows(pairs, f"{flag} {path}")
     if not len(pairs):
         raise UsageError(
             "drops the chosen or the rejected response of every pair",

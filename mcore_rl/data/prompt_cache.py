@@ -42,7 +42,7 @@ from mcore_rl.data.tokenizer_process import (
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 7
+_FORMAT = 8
 _ROWS_PER_BATCH = 4096
 _CHARACTERS_PER_BATCH = 1 << 20  # a tokenizer takes 200 MB for these
 _DIGEST_BYTES = 16

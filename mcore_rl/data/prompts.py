@@ -133,9 +133,10 @@ class PromptDataset:
 def example_lines(rows: PromptDataset) -> Iterator[str]:
     """Describe the first row as it is learned, one line for each of its samples."""
     for row, samples in rows.examples():
-        for parts in samples:
+        for number, parts in enumerate(samples):
+            which = ("chosen, ", "rejected, ")[number] if len(samples) > 1 else ""
             what = "learned in « »" if len(parts) > 1 else "as the model reads it"
-            yield f"row {row + 1}, {what}: {as_learned(parts)}"
+            yield f"row {row + 1}, {which}{what}: {as_learned(parts)}"
 
 
 class PromptSources:
@@ -403,7 +404,7 @@ def load_rows(
     prompts = make(table, source.max_prompt_tokens)
     if len(prompts.problems) == prompts.num_rows:
         raise UsageError(
-            f"has no row that can be used; {prompts.bad_rows[0]}",
+            f"has no row that can be used: {prompts.bad_rows[0]}",
             flag=source.given,
             remedy="correct the file, or the flags of its columns",
         )
@@ -428,9 +429,15 @@ def load_rows(
     return prompts
 
 
+def log_bad_rows(rows: PromptDataset, given: str) -> None:
+    """Log the rows that are skipped, by reason; `given` is the flag with its value."""
+    for line in lines_of(rows.bad_rows, rows.num_rows):
+        logger.warning("%s: %s", given, line)
+
+
 def _log_omissions(prompts: PromptDataset, source: PromptSource, num_rows: int) -> None:
-    for line in lines_of(prompts.bad_rows, num_rows):
-        logger.warning("%s: %s", source.given, line)
+    if source.responses is None or source.responses.other is None:
+        log_bad_rows(prompts, source.given)
     if prompts.num_too_long:
         logger.warning(
             "%s: %d of %d prompts are longer than %d tokens and left out",

@@ -310,13 +310,15 @@ def test_bad_rows_are_skipped_and_counted_by_reason(
     assert counts[0] == 2 and "of type int" in found.bad_rows[0].problem
     assert sum(counts) == len(found.problems) == 6 - len(found)
     assert f"{sum(counts)} of 6 rows" in caplog.text and "2 rows, the first is row 3" in caplog.text
+    caplog.clear()
     pairs = load_pairs(*where, max_response_tokens=20)
+    assert caplog.text.count("5 of 6 rows") == 1  # not for each column
     assert pairs.rows.tolist() == [5] and set(pairs.problems) == {0, 1, 2, 3, 4}
     stops = DataOptions(max_prompt_tokens=20, cache_dir=str(tmp_path / "cache"))
     with pytest.raises(UsageError, match="line 1: is not valid JSON"):
         load_demonstrations(*where[:3], stops, SupervisedOptions(), max_response_tokens=20)
     path.write_text("\n".join(BAD[:3]))
-    with pytest.raises(UsageError, match="has no row that can be used; row"):
+    with pytest.raises(UsageError, match="has no row that can be used: row 1: is not valid"):
         load_demonstrations(*where, max_response_tokens=20)
 
 
@@ -343,7 +345,8 @@ def test_first_row_is_shown_as_it_is_learned(folder: Path, tmp_path: Path) -> No
     (line,) = example_lines(load_demonstrations(*where, max_response_tokens=20))
     assert "row 1" in line and line.endswith("«2<eos>»") and "1+1" in line
     chosen, rejected = example_lines(load_pairs(*where, max_response_tokens=20))
-    assert chosen.endswith("«2<eos>»") and rejected.endswith("«3<eos>»")
+    assert chosen.startswith("row 1, chosen, ") and chosen.endswith("«2<eos>»")
+    assert rejected.startswith("row 1, rejected, ") and rejected.endswith("«3<eos>»")
     prompts = load_prompts(
         PromptSource(path, 20, answer_column="response"), folder, cache_dir=tmp_path / "cache"
     )

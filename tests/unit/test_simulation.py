@@ -205,6 +205,16 @@ def test_separate_step_with_staleness_takes_as_long_as_slower_side(
     assert found.engine_idle == pytest.approx((slower - 50) / (slower + 3), abs=1e-3)
 
 
+@pytest.mark.parametrize("max_staleness", [2, 4])
+def test_samples_are_one_version_old_where_engines_wait_whatever_the_bound(
+    max_staleness: int,
+) -> None:
+    """Training takes 100 s, sampling 50 s."""
+    found = simulate(separate(max_staleness), workload(lengths=FINE), fine_speeds(train_rate=4.0))
+    assert found.step_seconds == pytest.approx(103, rel=1e-3)
+    assert (found.staleness_mean, found.staleness_max) == (1.0, 1)
+
+
 def test_calls_are_answered_between_steps_of_engines() -> None:
     """One engine of 0.5 s a step, whose 8 responses of 100 tokens take longer than training."""
     candidate = Candidate(SEPARATE, 2, 1, 1, 8, 3.0, 1)

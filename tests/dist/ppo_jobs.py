@@ -27,6 +27,7 @@ from mcore_rl.batching.types import (
 )
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.hybrid_engine.hf_export import export
+from mcore_rl.hybrid_engine.peft_export import export_adapter
 from mcore_rl.job.start import start
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
@@ -328,6 +329,10 @@ def load_and_learn(flags: list[str], target: str) -> dict[str, float]:
 def _step_and_export(models: Models, step: int, target: str) -> dict[str, float]:
     found = models.take_step(step, models.samples())
     export_models(models, Path(target))
+    spec = models.job.spec
+    if spec.lora is not None:
+        base = spec.checkpoint.folder
+        export_adapter(models.state.chunks, spec.lora, base, Path(target) / "adapter")
     dist.destroy_process_group()
     return found
 

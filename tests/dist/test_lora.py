@@ -426,6 +426,7 @@ def test_a_run_resumes_its_adapters_alone(
     )
     assert found == expected
     assert differing(tmp_path / "again" / "actor", tmp_path / "first" / "actor") == []
+    assert differing(tmp_path / "again" / "adapter", tmp_path / "first" / "adapter") == []
 
     (elsewhere, *_) = ranks.run(
         "tests.dist.ppo_jobs:load_and_learn",

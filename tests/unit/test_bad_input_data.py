@@ -19,10 +19,7 @@ file_missing_of_eval: --rl-eval-prompts {here}/nowhere.jsonl
     --rl-eval-prompts {here}/nowhere.jsonl does not exist ... give
 broken_line_of_eval:
     --rl-eval-prompts {here}/eval.jsonl, line 1: is not valid JSON ... one JSON object
-<<<<<<< HEAD
     => again
-=======
->>>>>>> rows
 column_missing_of_eval:
     --rl-prompt-column 'prompt' ... --rl-eval-prompts {here}/eval.jsonl lacks in line 1
     => again

@@ -133,10 +133,12 @@ def with_engines_apart(case: Case, num_engine_ranks: int) -> Case:
     if other is None:
         count = case.training.num_micro_batches * case.train.dp_size
         raise UsageError(
-            "the critic or a teacher cannot take a layout of as many ranks"
+            ": the critic or a teacher cannot take the layout of the other ranks"
             if in_layout(case.actor, train, case.layers) is not None
-            else f"the {count} micro-batches of a mini-batch do not divide among {train.dp_size} "
-            "data-parallel ranks"
+            else f": the {count} micro-batches of a mini-batch do not divide among {train.dp_size} "
+            "data-parallel ranks",
+            flag=f"--rl-rollout-ranks {num_trainers}-{world_size - 1}",
+            remedy="give engines another number of ranks",
         )
     samples = math.ceil(case.engine.sampled_tokens_in_all / rollout.num_tp_groups)
     engine = replace(

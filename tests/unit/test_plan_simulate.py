@@ -133,7 +133,8 @@ def test_splits_divide_on_both_sides() -> None:
     found, left_out = splits(case)
     assert [(each.train.world_size, len(each.engine_ranks)) for each in found] == [(8, 8), (4, 12)]
     (why,) = left_out
-    assert why.startswith("12 + 4: the 512 ") and "do not divide among 3 " in why
+    assert why.startswith("12 + 4: --rl-rollout-ranks 12-15: the 512 ")
+    assert "do not divide among 3 " in why
     for each in found:  # 12 trainers would be 3 data-parallel ranks for 512 samples
         assert each.engine_ranks == tuple(range(each.train.world_size, 16))
 

@@ -139,6 +139,12 @@ def example_lines(rows: PromptDataset) -> Iterator[str]:
             yield f"row {row + 1}, {which}{what}: {as_learned(parts)}"
 
 
+def log_examples(rows: PromptDataset, *, flag: str = "--rl-prompts") -> None:
+    """Log the first row of a file as it is learned."""
+    for line in example_lines(rows):
+        logger.info("[Data] %s, %s", flag, line)
+
+
 class PromptSources:
     """Prompts of one or several sources, one after the other in the order of the flag.
 

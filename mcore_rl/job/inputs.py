@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.data.prompts import PromptDataset, PromptSources, example_lines, load_prompt_files
+from mcore_rl.data.prompts import PromptSources, load_prompt_files
 from mcore_rl.data.sources import EVAL_PROMPTS, PROMPTS
 from mcore_rl.data.tokenizer import HOW_TO_END, missing_end
 from mcore_rl.environments.conversation import ConversationTokens
@@ -33,14 +33,10 @@ def check_data(spec: JobSpec) -> None:
     load = spec.flags.get("--load")
     day = None if load is None else date_of_checkpoints(Path(load))
     if not config.has_engines:
-        rows, _ = read_supervised(spec, date=day)
-        _log_examples(rows, PROMPTS)
+        read_supervised(spec, date=day)
         return
     train, held_out = load_prompt_files(config.data, folder, trust_remote_code=trusts, date=day)
-    _log_examples(train.parts[0], PROMPTS)
-    taught = read_mixed(spec, date=day)
-    if taught is not None:
-        _log_examples(taught, "--rl-sft-demonstrations")
+    read_mixed(spec, date=day)
     check_rewards(spec.rewards)
     check_code_tests(spec.rewards, spec.environment, train, held_out)
     if spec.environment is not None:
@@ -56,13 +52,6 @@ def check_data(spec: JobSpec) -> None:
             config.rollout.max_response_tokens,
             HOW_TO_END,
         )
-
-
-def _log_examples(rows: PromptDataset, flag: str) -> None:
-    """Log one row as it is learned, on the first rank; see `PromptDataset.examples`."""
-    if int(os.environ.get("RANK", 0)) == 0:
-        for line in example_lines(rows):
-            logger.info("[Data] %s, %s", flag, line)
 
 
 def check_code_tests(

@@ -25,7 +25,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.kills import note_stage
 from mcore_rl.config import RLConfig
 from mcore_rl.data.demonstrations import Demonstrations, Drawn
-from mcore_rl.data.prompts import PromptSources, load_prompt_files
+from mcore_rl.data.prompts import PromptSources, load_prompt_files, log_examples
 from mcore_rl.data.tokenizer_process import close_all
 from mcore_rl.hybrid_engine.memory.offload import Offloader, kinds_at_start, offload_kinds
 from mcore_rl.hybrid_engine.proof.canary import Canary
@@ -101,9 +101,8 @@ class Inputs:
 
     def position(self, job: Job, num_steps: int) -> int:
         """Return how many prompts or rows were drawn in the `num_steps` steps before."""
-        if self.point is not None:
-            return self.point.state.sampler_position
-        return num_steps * job.config.trainer.num_prompts_per_step
+        drawn = num_steps * job.config.trainer.num_prompts_per_step
+        return drawn if self.point is None else self.point.state.sampler_position
 
     def start(self, job: Job, num_steps: int = 0) -> Start:
         """Return what sampling begins with after `num_steps` steps."""
@@ -209,6 +208,7 @@ def read_inputs(job: Job) -> Inputs:
     day = _date(job)
     prompts, eval_prompts = _read_prompts(job, day)
     _require_same_prompts(prompts, job.config)
+    log_examples(prompts.parts[0] if isinstance(prompts, PromptSources) else prompts)
     close_all()  # of the tokenizer: prompts are tokenised, and environments start another one
     point = find_resume_point(job.spec, job.args, prompts, eval_prompts)
     if point is not None and isinstance(prompts, PromptSources):
@@ -259,8 +259,8 @@ def build_models(
         log=log,
         sample_store=sample_store,
     )
-    rows = read_mixed(job.spec, date=inputs.day)
-    if rows is not None:
+    if (rows := read_mixed(job.spec, date=inputs.day)) is not None:
+        log_examples(rows, flag="--rl-sft-demonstrations")
         learner.taught = MixedDemonstrations(job, rows)
     if inputs.point is not None:
         learner.kl_controller.load_state_dict(dict(inputs.point.state.kl_controller))

@@ -24,7 +24,7 @@ from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.trainer.build import build_manager
 from mcore_rl.trainer.hand_overs import engine_config
 from mcore_rl.trainer.models import build_actor
-from mcore_rl.verify import overwrite_with_zeros, stored_digests
+from mcore_rl.verify import overwrite, stored_digests
 from tests.model_only import VLLMModelOnly
 
 # The path's name -> --rl-attest; None is its default.
@@ -53,7 +53,8 @@ def measure_case(
 
     def clear(path: Path) -> None:
         if path.destination is None:
-            overwrite_with_zeros(setting.engine, setting.job, from_disk)
+            left = overwrite(setting.engine, setting.job, from_disk)
+            assert not left, f"values of the load before are left: {left}"
         else:
             path.destination.clear()
 

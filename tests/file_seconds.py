@@ -40,7 +40,7 @@ REFERENCE = 0.065  # seconds of `loop_seconds` on the machine whose seconds are 
 
 
 def loop_seconds() -> float:
-    """CPU seconds of a fixed loop in Python, the least of several."""
+    """Return the CPU seconds of a fixed loop in Python, the least of several."""
 
     def once() -> float:
         began = time.process_time()
@@ -51,8 +51,8 @@ def loop_seconds() -> float:
 
 
 def cpu_seconds() -> float:
-    """Of this process, the children it has waited for, and the ranks and programs it has had
-    forked."""
+    """Return what this process, the children it has waited for, and the ranks and programs that
+    were forked for it have used."""
     total = RankPool.cpu_seconds + sum(each.cpu_seconds() for each in RankPool.programs)
     for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
         usage = resource.getrusage(who)

@@ -353,7 +353,7 @@ def test_experts_come_with_the_last_event(server):
         "no base64!",
         "",
         base64.b64encode(b"\x93NUMPY" + b"\0" * 20).decode(),
-        base64.b64encode(b"PK\x03\x04 is no archive").decode(),
+        base64.b64encode(b"PK\x03\x04 is not an archive").decode(),
         of_header("{'descr': '<i4', 'fortran_order': False, 'shape': (1" + "0" * 25 + ",)}"),
         of_header("{'descr': '<i4', 'fortran_order': False, 'shape': (10000000000000,)}"),
         of_header("{'descr': '<i4', 'shape': (5L,"),

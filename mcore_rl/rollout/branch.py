@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from mcore_rl.common.disk import sync
+from mcore_rl.common.disk import replace_text
 from mcore_rl.common.readers import integer_within, parse_json, read_regular
 
 logger = logging.getLogger(__name__)
@@ -52,13 +52,9 @@ class Branch:
     def write(self, folder: Path) -> None:
         """Write it to the disk. If that fails, which is logged, the next start may begin another
         branch."""
-        partial = folder / f"{_NAME}.partial"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            partial.write_text(json.dumps(asdict(self)))
-            sync(partial)
-            partial.replace(folder / _NAME)
-            sync(folder)
+            replace_text(folder / _NAME, json.dumps(asdict(self)))
         except OSError as error:
             logger.error(
                 "[Bank] %s cannot be written (%s): if the run is killed, finished groups are "

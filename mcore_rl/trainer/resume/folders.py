@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_rl.common.disk import sync
+from mcore_rl.common.disk import replace_text, sync
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.readers import (
     InvalidData,
@@ -284,7 +284,7 @@ def complete(folder: Path, step: int, digests: Mapping[str, str]) -> Path:
     _write(written / INTEGRITY, {"algorithm": "sha256", "files": dict(sorted(digests.items()))})
     _write(written / COMPLETE, {"format": _FORMAT, "step": step, "bytes": sizes})
     target = _move_into_place(folder, step)
-    _write_text(folder / TRACKER, str(step))
+    replace_text(folder / TRACKER, str(step))
     return target
 
 
@@ -307,7 +307,7 @@ def recover(folder: Path) -> list[int]:
         _move_into_place(folder, step)
     tracked, newest = tracked_step(folder), max(complete_steps(folder), default=None)
     if newest is not None and (tracked is None or tracked < newest):
-        _write_text(folder / TRACKER, str(newest))
+        replace_text(folder / TRACKER, str(newest))
     return found
 
 
@@ -406,13 +406,4 @@ def _sha256(path: Path) -> str:
 
 
 def _write(path: Path, content: Mapping[str, object]) -> None:
-    _write_text(path, json.dumps(content, indent=1) + "\n")
-
-
-def _write_text(path: Path, text: str) -> None:
-    """Replace a file atomically."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    sync(partial)
-    partial.replace(path)
-    sync(path.parent)
+    replace_text(path, json.dumps(content, indent=1) + "\n")

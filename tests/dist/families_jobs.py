@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from vllm.model_executor.layers import rotary_embedding
 
 from mcore_rl import verify
 from mcore_rl.common.run_output import setup_logging
@@ -54,6 +55,7 @@ def all_ways(
     """`mcore_rl.verify` of a folder, the way back into a checkpoint (and into one of FP8 blocks),
     and the engine on another folder that holds the same model."""
     setup_logging()
+    rotary_embedding._ROPE_DICT.clear()  # those of earlier engines have had a forward pass
     with open("/dev/null", "w") as log:
         job = start_verification(flags, log=log)
         state, shards = build_actor(job, log=log)

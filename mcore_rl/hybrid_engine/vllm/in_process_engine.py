@@ -262,9 +262,10 @@ class VLLMEngine:
 
         Yields parameters and buffers under their names. On CPU, linear layers compute with packed
         copies that nothing else can access; for these it yields the layer's output for the identity
-        matrix, which is exactly the weight it computes with. A drafter's names begin with
-        "drafter.", and include what it shares with the model. The tensors are vLLM's own, or views
-        of them: copy what must survive the next reload.
+        matrix, which is exactly the weight it computes with. Rotary tables are yielded in the
+        model's dtype, to which vLLM converts them in the first forward pass. A drafter's names
+        begin with "drafter.", and include what it shares with the model. The tensors are vLLM's
+        own, or views of them: copy what must survive the next reload.
 
         Raises RuntimeError while the weights sleep: their memory is not mapped then, and on CUDA
         the process could not continue after reading it.
@@ -280,6 +281,8 @@ class VLLMEngine:
                 *model.named_parameters(remove_duplicate=False),
                 *model.named_buffers(remove_duplicate=False),
             ):
+                if name.endswith("cos_sin_cache"):
+                    tensor = tensor.to(self._vllm_config.model_config.dtype)
                 if tensor.numel():  # a weight that is packed elsewhere is empty here
                     yield prefix + name, tensor.detach()
             for name, module in model.named_modules():

@@ -356,10 +356,10 @@ def _date_of(source: PromptSource, folder: Path) -> str | None:
 
 def _versions(*, runs_code: bool) -> list[str]:
     """Return the versions of libraries that affect results; of all, if code may import any."""
-    known = {canonicalize_name(name) for name in _LIBRARIES}
-    installed = importlib.metadata.distributions()
-    found = ((canonicalize_name(each.name), each.version) for each in installed)
-    versions = {f"{name} {version}" for name, version in found if runs_code or name in known}
+    distributions = importlib.metadata.distributions
+    by_library = (found for name in _LIBRARIES for found in distributions(name=name))
+    installed = distributions() if runs_code else by_library
+    versions = {f"{canonicalize_name(each.name)} {each.version}" for each in installed}
     return [*sorted(versions), unicodedata.unidata_version]
 
 

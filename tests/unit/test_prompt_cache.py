@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 import sys
 from pathlib import Path
@@ -38,17 +37,6 @@ def test_versions_cover_imports_of_tokenizers():
     assert {"regex", "mistral_common", "jinja2"} <= names <= {*_LIBRARIES}
 
 
-class _Distribution(importlib.metadata.Distribution):
-    def __init__(self, name: str, version: str) -> None:
-        self._text = f"Name: {name}\nVersion: {version}\n"
-
-    def read_text(self, filename: str) -> str | None:
-        return self._text if filename == "METADATA" else None
-
-    def locate_file(self, path):
-        raise FileNotFoundError(path)
-
-
 @pytest.mark.parametrize(
     ("library", "trust_remote_code", "is_read"),
     [
@@ -67,9 +55,12 @@ def test_cache_key_follows_versions(library, trust_remote_code, is_read, tmp_pat
     source = PromptSource(lines, 100, trust_remote_code=trust_remote_code)
     keys = set()
     for version in ("1.0", "1.1"):
-        installed = [_Distribution(library, version)]
-        monkeypatch.setattr(importlib.metadata, "distributions", lambda found=installed: found)
-        keys.add(_content_key(source, folder))
+        installed = tmp_path / version / f"{library.replace('-', '_')}-{version}.dist-info"
+        installed.mkdir(parents=True)
+        (installed / "METADATA").write_text(f"Name: {library}\nVersion: {version}\n")
+        with monkeypatch.context() as patched:
+            patched.syspath_prepend(installed.parent)
+            keys.add(_content_key(source, folder))
     assert len(keys) == (2 if is_read else 1)
 
 

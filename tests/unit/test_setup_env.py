@@ -222,6 +222,7 @@ def test_doctor_and_classifiers_name_the_pythons_of_setup_py() -> None:
     assert re.findall(pattern, (ROOT / "setup.py").read_text()) == supported_pythons()
 
 
+@pytest.mark.slow
 @without_gpu
 def test_cuda_stack_is_built_beside_the_environment_of_a_machine_without_a_gpu(checkout):
     checkout.make_complete_venv()

@@ -101,6 +101,7 @@ def test_every_field_that_vllm_reads_is_mapped_or_in_a_table(model_type, monkeyp
     assert read_by_class(family.class_name) | read_of_all_models() <= known
 
 
+@pytest.mark.slow
 def test_tables_list_only_fields_that_vllm_reads():
     classes = {family.class_name for family in FAMILIES.values()}
     read = read_of_all_models()

@@ -289,6 +289,7 @@ print(json.dumps([left, is_torchvision_available()]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed"
 )

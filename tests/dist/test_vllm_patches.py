@@ -77,6 +77,12 @@ def test_a_leftover_segment_does_not_matter_with_the_patch(cases):
 
 
 @pytest.mark.usefixtures("shared_memory")
+def test_ranks_that_share_cores_do_not_wait_in_shared_memory(cases):
+    ranks = cases["more ranks than cores"]["ranks"]
+    assert [rank["result"] for rank in ranks] == [{"total": [3.0] * 8, "name": None}] * 2
+
+
+@pytest.mark.usefixtures("shared_memory")
 def test_a_killed_run_leaves_segments_without_the_patch_only(cases):
     for case in ("killed", "killed unpatched"):
         assert [rank["died_of"] for rank in cases[case]["ranks"]] == ["SIGKILL"] * 2

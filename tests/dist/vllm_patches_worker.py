@@ -56,10 +56,18 @@ def expert_parallel(model_dir: str, *, left_out: str | None = None) -> list[floa
     return log_probs(model_dir, "auto", tp_size=2, enable_expert_parallel=True)
 
 
-def shared_memory(ident: str, *, patched: bool, leftover: bool = False, die: bool = False) -> Any:
+def shared_memory(
+    ident: str,
+    *,
+    patched: bool,
+    leftover: bool = False,
+    die: bool = False,
+    num_ranks_here: int = 1,
+) -> Any:
     """Make the communicator of a group of two ranks, as vLLM's worker does, and use it."""
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
+    os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks_here)
     if patched:
         register()
     os.environ["VLLM_DIST_IDENT"] = ident  # the worker sets it: the same in every run
@@ -73,7 +81,7 @@ def shared_memory(ident: str, *, patched: bool, leftover: bool = False, die: boo
     dist.barrier()
     if die:
         os.kill(os.getpid(), signal.SIGKILL)
-    return {"total": total.tolist(), "name": communicator.dist_module.group_name}
+    return {"total": total.tolist(), "name": getattr(communicator.dist_module, "group_name", None)}
 
 
 def remove_leftovers() -> dict[str, bool]:
@@ -120,6 +128,10 @@ def cases(model_dir: str) -> dict[str, tuple[int, Callable[[], Any]]]:
         "beside a leftover unpatched": (
             2,
             lambda: shared_memory(f"{ident}-a", patched=False, leftover=True),
+        ),
+        "more ranks than cores": (
+            2,
+            lambda: shared_memory(f"{ident}-d", patched=True, num_ranks_here=1_000_000),
         ),
         "killed": (2, lambda: shared_memory(f"{ident}-b", patched=True, die=True)),
         "killed unpatched": (2, lambda: shared_memory(f"{ident}-c", patched=False, die=True)),

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.patches.vllm import mla_prefill_together
+from mcore_rl.patches.vllm import mla_prefill_together, shared_memory_names
 from tests.rank_pool import RankPool
 
 
@@ -299,3 +299,16 @@ def test_text_model_of_qwen3_5_needs_the_patch():
     loaded, left = map(json.loads, run.stdout.splitlines()[-2:])
     assert loaded == ["ModuleNotFoundError", "Qwen3_5ForCausalLM"]
     assert left == [[], False]
+
+
+@pytest.mark.parametrize(
+    ("affinities", "num_cores", "num_ranks", "expected"),
+    [
+        ([{0, 1, 2, 3}] * 2, 4, 4, True),
+        ([{0, 1, 2, 3}] * 2, 2, 4, False),  # as a control group allows
+        ([{0}, {1}], 1, 4, True),
+        ([{0, 1}, {1, 2}], 2, 4, False),
+    ],
+)
+def test_ranks_wait_in_shared_memory_if_each_has_a_core(affinities, num_cores, num_ranks, expected):
+    assert shared_memory_names._has_cores(affinities, num_cores, num_ranks) is expected

@@ -193,13 +193,13 @@ if [[ $preset == tiny ]]; then
     configs+=(--rl-config "$root/scripts/presets/tiny-task.yaml")
   fi
 fi
-make_checkpoint=()
+make_checkpoint=() # arguments of python
 if given --rl-hf-checkpoint; then
   folder=$(values_of --rl-hf-checkpoint | tail -n 1)
   [[ ! -d $folder ]] || default_env HF_HUB_OFFLINE 1
 elif [[ $preset == tiny ]]; then
   tiny=${MCORE_RL_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/mcore_rl}/tiny_deepseek_v3
-  make_checkpoint=("$python" "$root/scripts/make_tiny_deepseek.py" --out "$tiny" --warm-up)
+  make_checkpoint=("$root/scripts/make_tiny_deepseek.py" --out "$tiny" --warm-up)
   default_env HF_HUB_OFFLINE 1
   own+=(--rl-hf-checkpoint "$tiny")
   # Held-out prompts of another task would measure nothing.
@@ -220,6 +220,12 @@ fi
 if ! given --rl-run-dir && ! given --rl-run-name; then
   # With milliseconds: two runs that start together write to different folders.
   own+=(--rl-run-dir "runs/$preset-$(date +%Y%m%d-%H%M%S.%3N)")
+fi
+
+prepare=(bash "$root/scripts/setup_env.sh" "${make_checkpoint[@]}")
+if [[ -n ${MCORE_RL_SKIP_SETUP:-} ]]; then
+  prepare=()
+  ((${#make_checkpoint[@]} == 0)) || prepare=("$python" "${make_checkpoint[@]}")
 fi
 
 launch() { # node rank; sets command. A single machine finds a free port by itself.
@@ -248,8 +254,7 @@ if [[ -n $dry_run ]]; then
       echo "# (there is no .venv to make it with yet; scripts/setup_env.sh makes one)"
     fi
   fi
-  [[ -n ${MCORE_RL_SKIP_SETUP:-} ]] || show bash "$root/scripts/setup_env.sh"
-  ((${#make_checkpoint[@]} == 0)) || show env "${environment[@]}" "${make_checkpoint[@]}"
+  ((${#prepare[@]} == 0)) || show env "${environment[@]}" "${prepare[@]}"
   for ((node = 0; node < nodes; node++)); do
     echo "# machine $node"
     launch "$node"
@@ -280,9 +285,8 @@ end_step() {
   exit "$1"
 }
 
-[[ -n ${MCORE_RL_SKIP_SETUP:-} ]] || step bash "$root/scripts/setup_env.sh"
 ((${#environment[@]} == 0)) || export "${environment[@]}"
-((${#make_checkpoint[@]} == 0)) || step "${make_checkpoint[@]}"
+((${#prepare[@]} == 0)) || step "${prepare[@]}"
 if [[ -n $doctor ]]; then
   ((nodes == 1)) || export MASTER_ADDR=$master_addr MASTER_PORT=$master_port
   exec "$python" -m mcore_rl.cli doctor --world-size "$((nodes * nproc))" -- \

@@ -1,7 +1,10 @@
 #!/usr/bin/env bash
 # Makes .venv, the environment of everything in this repository, with uv:
 #
-#     bash scripts/setup_env.sh
+#     bash scripts/setup_env.sh [ARGUMENTS]
+#
+# With ARGUMENTS it then runs .venv's python with them, beside the last check of a new environment:
+# that check imports for as long as some programs take, on one core.
 #
 # The first call builds it. Later calls compare its stamp and return at once, without network, if
 # nothing changed; changed requirements or another stack cause a rebuild, a changed setup.py only a
@@ -48,8 +51,11 @@ check() { logged "$1/bin/python" -I "$parts/check.py" "$requirements" "$stack" "
 finish() { # environment, uv
   logged "$2" pip install --no-progress --python "$1/bin/python" --no-deps --no-build-isolation \
     --reinstall-package mcore_rl -e "$root" || explain mcore_rl
+  ((${#arguments[@]} == 0)) || { "$1/bin/python" "${arguments[@]}" & beside=$!; }
   check "$1" all || fail 1 "the environment was installed but does not work: $(tail -n 1 "$log") \
 (log: $log)."
+  [[ -z $beside ]] || wait "$beside" || status_beside=$?
+  beside=
   printf '%s\n' "$stack_key" "$package_key" >"$1/mcore_rl_stamp"
 }
 
@@ -78,7 +84,7 @@ and the $stack stack needs ${min_free_gib[$stack]} GiB: make room and run this a
   say "the $stack stack is ready in $folder after $((SECONDS - started)) s"
 }
 
-(($# == 0)) || fail 2 "it takes no arguments and got \"$*\"; see the head of scripts/setup_env.sh."
+arguments=("$@")
 [[ $(uname -s) == Linux ]] || fail 2 "Linux is needed, and this is $(uname -s)."
 for tool in awk cut df flock grep sed sha256sum tac tail; do
   command -v "$tool" >/dev/null || fail 1 "the program $tool is needed and not in PATH: install it."
@@ -94,7 +100,12 @@ package_key="package=$(digest "$root/setup.py")"
 # Variables that the caller set for another environment must not affect this one.
 unset PYTHONHOME PYTHONPATH PIP_USER PIP_TARGET PIP_PREFIX VIRTUAL_ENV UV_SYSTEM_PYTHON
 export PYTHONNOUSERSITE=1 PATH=${PATH//"$venv/bin:"/}
-! all_is_current || exit 0
+if_current() {
+  all_is_current || return 0
+  ((${#arguments[@]})) || exit 0
+  exec "$venv/bin/python" "${arguments[@]}"
+}
+if_current
 
 mkdir -p "$state" || fail 1 "$state cannot be written to: make the checkout writable."
 trap clean_up EXIT
@@ -104,7 +115,7 @@ exec 9>"$state/lock"
 if ! flock -n 9; then
   say "waiting for another setup of this checkout to end"
   until flock -w 1 9; do :; done
-  ! all_is_current || exit 0
+  if_current
 fi
 locked=1
 # Clean up after an earlier call that was killed.
@@ -120,3 +131,5 @@ if stack_is_current || { [[ -d $venv && ! -e $stamp ]] && check "$venv" pins; };
 else
   build
 fi
+explained=1 # by the program that ran beside
+exit "$status_beside"

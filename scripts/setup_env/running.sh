@@ -1,7 +1,8 @@
 # Runs the commands of setup_env.sh, explains their failures, and cleans up. Sourced by it; reads
-# log, state, new and python. locked: this call holds the lock; explained: the failure was reported.
+# log, state, new and python. locked: this call holds the lock; explained: the failure was reported;
+# beside: the process of setup_env.sh's arguments.
 
-child= explained= locked=
+child= explained= locked= beside= status_beside=0
 say() { echo "setup_env: $*"; }
 
 fail() { # exit code, sentence
@@ -60,10 +61,10 @@ ${2:+ or in $2}: give pip an index that has it (index-url or find-links)."
 clean_up() {
   local status=$?
   trap '' INT TERM HUP
-  if [[ -n $child ]]; then
-    kill -- "-$child" 2>/dev/null || true
-    wait "$child" 2>/dev/null || true
-  fi
+  for process in ${child:+"-$child"} $beside; do
+    kill -- "$process" 2>/dev/null || true
+    wait "${process#-}" 2>/dev/null || true
+  done
   # A compiler may still write for a moment.
   [[ -z $locked ]] || rm -rf "$new" "$state/tmp" 2>/dev/null || { sleep 1 && rm -rf "$new" "$state/tmp"; } || true
   if ((status > 128)); then

@@ -163,7 +163,7 @@ def test_dry_run_starts_and_leaves_nothing(script):
     script.program("python3", "touch started")
     del script.environment["MCORE_RL_SKIP_SETUP"]
     output = script.output("--dry-run")
-    assert f"bash {script.folder}/scripts/setup_env.sh" in output.splitlines()
+    assert f" bash {script.folder}/scripts/setup_env.sh " in output
     assert not (script.folder / "started").exists()
     assert not any(script.home.iterdir())
     assert not (script.folder / "runs").exists()

@@ -87,7 +87,7 @@ class Checkout:
         with (self.path / REQUIREMENTS[0]).open("a") as file:
             file.write("# another day\n")
 
-    def start(self, **environment: str) -> subprocess.Popen[str]:
+    def start(self, *arguments: str, **environment: str) -> subprocess.Popen[str]:
         """The script, on the CPU stack and with an index that refuses connections."""
         defaults = {
             "PATH": str(self.programs),
@@ -98,7 +98,7 @@ class Checkout:
             "UV_HTTP_RETRIES": "0",
         }
         return subprocess.Popen(
-            [shutil.which("bash") or "bash", "scripts/setup_env.sh"],
+            [shutil.which("bash") or "bash", "scripts/setup_env.sh", *arguments],
             cwd=self.path,
             env=defaults | environment,
             stdout=subprocess.PIPE,
@@ -204,6 +204,51 @@ def test_unsuitable_machine_or_setting_is_refused(prepare, environment, exit_cod
     sentence = checkout.fails(exit_code, **environment)
     assert [word for word in words if word not in sentence] == []
     assert checkout.environments() == []
+
+
+def make_changed_package(checkout: Checkout, check: str) -> None:
+    """A `.venv` whose mcore_rl is to be installed again, with `check` in the place of check.py."""
+    checkout.make_complete_venv()
+    (checkout.path / "setup.py").write_text((checkout.path / "setup.py").read_text() + "# new\n")
+    (checkout.venv / "bin" / "uv").symlink_to(checkout.programs / "true")
+    (checkout.path / "scripts" / "setup_env" / "check.py").write_text(check)
+    checkout.program("true", "exit 0")
+
+
+SEEN_BY_EACH_OTHER = """
+import pathlib, sys, time
+mine, other = sys.argv[-2:]
+pathlib.Path(mine).touch()
+while not pathlib.Path(other).exists():
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize("exit_code", [0, 3])
+def test_program_runs_beside_the_check_of_a_new_environment(
+    exit_code: int, checkout: Checkout
+) -> None:
+    check = SEEN_BY_EACH_OTHER.replace("sys.argv[-2:]", "'checked', 'ran'")
+    make_changed_package(checkout, check)
+    program = SEEN_BY_EACH_OTHER + f"sys.exit({exit_code})"
+    process = checkout.start("-c", program, "ran", "checked")
+    stdout, stderr = process.communicate(timeout=120)
+    assert (process.returncode, stderr) == (exit_code, ""), stdout
+    (checkout.path / "ran").unlink()  # what is current is not checked again
+    (checkout.path / "checked").write_text("once")
+    assert checkout.start("-c", program, "ran", "checked").wait(120) == exit_code
+    assert (checkout.path / "checked").read_text() == "once"
+
+
+def test_program_ends_with_a_check_that_fails(checkout: Checkout) -> None:
+    check = (
+        "import pathlib, time\nwhile not pathlib.Path('ran').exists(): time.sleep(0.05)\nopen(0)()"
+    )
+    make_changed_package(checkout, check)
+    program = "import os, time; open('ran', 'w').write(str(os.getpid())); time.sleep(600)"
+    sentence = checkout.sentence(checkout.start("-c", program), 1)
+    assert "was installed but does not work: TypeError" in sentence
+    assert not lives(int((checkout.path / "ran").read_text()))
 
 
 @pytest.mark.parametrize("minor", range(10, 15))

@@ -5,7 +5,7 @@ usage() {
   cat <<'EOF'
 bash scripts/run_tests.sh               the quick checks: ruff, mypy, the unit tests that are not slow,
                                         one hand-over from Megatron to vLLM bit for bit, and one short
-                                        run by the launcher; some minutes on 2 cores
+                                        run by the launcher; 4 minutes on 2 cores
 bash scripts/run_tests.sh --touched     the quick checks, the slow files that the change touches, and
                                         a third of the others in turn (tests/tiers.py); chosen for
                                         40 minutes on 2 cores

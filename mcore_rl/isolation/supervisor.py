@@ -306,16 +306,17 @@ class _Run:
 def _stopped_exceeds(folder: str, pid: int, most_bytes: int) -> bool:
     """Apply `_exceeds` to a child that is stopped meanwhile, so that it cannot hide a file.
 
-    A child that prevents being stopped counts as exceeding the limit.
+    A child that does not stop in time, on a busy machine for example, has not been measured. The
+    signal stays pending, so that it cannot write either until a later call measures it.
     """
     deadline = time.monotonic() + _STOP_SECONDS
     options = os.WSTOPPED | os.WEXITED | os.WNOWAIT | os.WNOHANG
     os.kill(pid, signal.SIGSTOP)
+    while (state := os.waitid(os.P_PID, pid, options)) is None:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.0005)
     try:
-        while (state := os.waitid(os.P_PID, pid, options)) is None:
-            if time.monotonic() > deadline:
-                return True
-            time.sleep(0.0005)
         return state.si_code == os.CLD_STOPPED and _exceeds(folder, pid, most_bytes)
     finally:
         os.kill(pid, signal.SIGCONT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -21,7 +22,7 @@ import psutil
 import pytest
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.isolation import seccomp
+from mcore_rl.isolation import seccomp, supervisor
 from mcore_rl.isolation.client import Supervisor, Unprotected
 from mcore_rl.isolation.levels import BUBBLEWRAP, LANDLOCK, LEVELS, SECCOMP
 from mcore_rl.launch import cleanup
@@ -32,6 +33,7 @@ from mcore_rl.sandbox.code_blocks import code_in
 from mcore_rl.sandbox.runner import Ran, report_of, run_python
 from tests.reward_specs import rewards_of
 from tests.unit.sandbox_attacks import ATTACKS, FILES, HOGS, PRELUDE
+from tests.unit.server_engines import until
 
 PATIENT_SECONDS = 60.0
 ROOT = Path(__file__).parents[2]
@@ -251,6 +253,34 @@ def test_many_mappings_do_not_block_the_supervisor(by):
         "time.sleep(600)"
     )
     assert "its folder held" in ran(code, by=by).why
+
+
+def test_code_that_does_not_stop_in_time_is_not_over_its_limit_before_it_is_measured(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(supervisor, "_STOP_SECONDS", 0.05)
+    folder, fifo = tmp_path / "folder", tmp_path / "fifo"
+    folder.mkdir()
+    os.mkfifo(fifo)
+    code = (  # vfork: the parent sleeps, and no signal stops it, until its child has opened a file
+        "import os, time\n"
+        f"actions = [(os.POSIX_SPAWN_OPEN, 0, {str(fifo)!r}, os.O_RDONLY, 0)]\n"
+        "os.posix_spawn('/bin/true', ['true'], {}, file_actions=actions)\n"
+        "time.sleep(600)"
+    )
+    child = subprocess.Popen([sys.executable, "-c", code])
+    try:
+        until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_DISK_SLEEP)
+        (folder / "file").write_bytes(bytes(3 << 20))
+        assert not supervisor._stopped_exceeds(str(folder), child.pid, 1 << 20)
+        os.close(os.open(fifo, os.O_WRONLY))
+        until(lambda: psutil.Process(child.pid).status() == psutil.STATUS_STOPPED)
+        assert supervisor._stopped_exceeds(str(folder), child.pid, 1 << 20)
+    finally:
+        with contextlib.suppress(OSError):  # nothing waits for it
+            os.close(os.open(fifo, os.O_WRONLY | os.O_NONBLOCK))
+        child.kill()
+        child.wait()
 
 
 def test_folder_of_a_run_is_removed_with_any_content(by, tmp_path):

@@ -28,14 +28,25 @@ _WITHOUT_LIMIT = 1 << 30  # requests at a time
 def check_servers(spec: JobSpec) -> list[str]:
     """Check the servers that answer; return why others do not, which may still start.
 
-    Raises what `check_server` raises for a server that does not fit.
+    Raises what `check_server` raises for a server that does not fit, in one error for all.
     """
-    silent = []
+    silent: list[str] = []
+    misfits: dict[str, UsageError] = {}
     for url in spec.config.rollout.servers:
         try:
             check_server(url, spec)
+        except UsageError as error:
+            misfits[url] = error
         except RuntimeError as error:
             silent.append(f"{url} is not checked: {error}")
+    if len(misfits) > 1:
+        raise UsageError(
+            ": " + "; ".join(f"{url} {each.found}" for url, each in misfits.items()),
+            flag="--rl-rollout-servers",
+            remedy="; ".join(dict.fromkeys(each.remedy for each in misfits.values())),
+        )
+    for each in misfits.values():
+        raise each
     return silent
 
 

@@ -151,6 +151,16 @@ def test_another_vllm_is_refused(server, shape):
     _refused(server, spec_of(shape, server), "runs vLLM 0.1.0", "the same version")
 
 
+def test_all_servers_that_do_not_fit_are_named(servers, shape):
+    spec = spec_of(shape, *servers)
+    servers[0].vllm_version, servers[1].vllm_version = "0.1.0", "0.1.1"
+    with pytest.raises(UsageError) as found:
+        check_servers(spec)
+    for each in servers[:2]:
+        assert f"{each.url} runs vLLM {each.vllm_version}, and the job has" in str(found.value)
+    assert str(found.value).count("the same version") == 1
+
+
 @pytest.mark.parametrize("status", [200, 404, 500])
 def test_server_without_the_route_for_token_ids_is_refused(server, shape, status):
     server.status_of_get = status

@@ -170,11 +170,14 @@ def test_a_restarted_server_is_excluded_though_it_is_healthy(servers, make):
     until(lambda: engine.returned == (servers[0].url,))
 
 
-def test_another_version_of_vllm_takes_part_in_no_update(servers, make, caplog):
-    servers[1].vllm_version = "0.31.0"
-    engine = make(*servers[:2], admits=False)
-    until(lambda: "cannot take part" in caplog.text and len(engine.returned) == 1)
-    assert "vLLM 0.3" in caplog.text and len(engine.begin_update()) == 1
+def test_no_server_tells_the_version_of_vllm_for_others(servers, make):
+    servers[0].vllm_version, servers[0].extra = "0.31.0", {"weight_versions": None}
+    engine = make(*servers[:2])  # with both
+    requests = [request_of(number) for number in range(8)]
+    assert_expected(sampled(engine, requests), requests)
+    servers[1].extra = servers[0].extra  # its vLLM names the weights of tokens
+    sampled(engine, requests)
+    assert engine.admitted == (servers[0].url,)
 
 
 @pytest.mark.parametrize("probe_status", [400, 503])

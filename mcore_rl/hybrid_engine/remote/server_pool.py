@@ -133,7 +133,6 @@ class ServerPool:
         self._waiting: list[_Waiter] = []
         self._last_server: dict[Hashable, Server] = {}
         self._counts: Counter[str] = Counter()
-        self._vllm_version: str | None = None  # of the first server that answered
         self._faults: dict[Response, Faults] = {}  # of responses that are not complete
         self._given_up: tuple[bytes, float] | None = None  # the last prompt, and when
         self._kept_at = -math.inf  # when tokens were last kept
@@ -305,14 +304,11 @@ class ServerPool:
                 logger.warning("[Servers] %s cannot take part in an update: %s", server.url, fault)
 
     def _check(self, server: Server, found: ServerState) -> None:
-        """Compare a server's answers with what is expected. Raises OtherVersion."""
-        self._vllm_version = self._vllm_version or found.vllm_version
+        """Compare a server's weights with those expected; `check_server` compares its vLLM with the
+        job's. Raises OtherVersion."""
         if server.state == ADMITTED and found.weight_version != str(self.weight_version):
             held = quoted(found.weight_version.encode(), 60)
             raise OtherVersion(f"weights of version {held} instead of {self.weight_version}")
-        if found.vllm_version != self._vllm_version:
-            other = quoted(found.vllm_version.encode(), 60)
-            raise OtherVersion(f"vLLM {other}, but another server has {self._vllm_version}")
         if server.state == EXCLUDED:
             server.state, server.problem = RETURNED, ""
             self.count(RETURNED)

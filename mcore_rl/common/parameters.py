@@ -44,7 +44,7 @@ class Bounds:
         if not self:
             return True
         return (
-            (math.isfinite(value) or value == self.most)
+            (abs(value) < math.inf or value == self.most)
             and (self.least is None or value >= self.least)
             and (self.most is None or value <= self.most)
             and (self.above is None or value > self.above)
@@ -63,13 +63,18 @@ class Bounds:
 
     def broken_by(self, value: float) -> str:
         """Return the constraint that `value`, which is out of bounds, breaks."""
-        if self.most is not None and math.isfinite(value) and value > self.most:
-            return f"at most {self.most:g}"
-        if self.below is not None and math.isfinite(value) and value >= self.below:
+        if self.most is not None and self.most < value < math.inf:
+            return f"at most {self.most:.10g}"
+        if self.below is not None and self.below <= value < math.inf:
             return f"less than {self.below:g}"
         return (
-            f"greater than {self.above:g}" if self.above is not None else f"at least {self.least:g}"
+            f"greater than {self.above:g}"
+            if self.above is not None
+            else f"at least {self.least:.10g}"
         )
+
+
+_OF_INTEGERS = Bounds(least=-(2**31) + 1, most=2**31 - 1)  # tensors hold them
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +105,13 @@ class Parameter:
                 flag=f"{self.flag} {value}",
                 remedy=f"choose one of {', '.join(self.choices)}",
             )
-        if self.bounds and not self.bounds.hold(value):
-            raise UsageError(
-                f"must be {self.bounds.broken_by(value)}",
-                flag=f"{self.flag} {value}",
-                remedy=self.advice or f"choose for example {self.default}",
-            )
+        for bounds in (self.bounds, _OF_INTEGERS if self.kind is int else Bounds()):
+            if not bounds.hold(value):
+                raise UsageError(
+                    f"must be {bounds.broken_by(value)}",
+                    flag=f"{self.flag} {value}",
+                    remedy=self.advice or f"choose for example {self.default}",
+                )
 
 
 def flag_of(field_name: str) -> str:

@@ -133,6 +133,7 @@ def test_user_parameters_reach_the_loss_and_the_estimator(mine):
         ("--rl-spo-width 0", "--rl-spo-width 0.0 must be greater than 0; choose"),
         ("--rl-spo-width nan", "--rl-spo-width nan must be greater than 0"),
         ("--rl-decay-steps 0", "--rl-decay-steps 0 must be at least 1; choose for example 3"),
+        ("--rl-decay-steps 1" + 30 * "0", f"--rl-decay-steps {10**30} must be at most 2147483647;"),
         ("--rl-decay-steps x", "--rl-decay-steps: invalid int value: 'x'; see --help"),
         ("--rl-spo-shape flat", "--rl-spo-shape: invalid choice: 'flat'"),
         ("--rl-spo-widht 1", "unknown flag --rl-spo-widht; did you mean '--rl-spo-width'?"),
@@ -226,6 +227,15 @@ def test_parser_of_a_fork_has_the_users_flags(mine, monkeypatch):
 
 
 # Pages --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [2**31, -(10**400), 10**400])
+def test_no_integer_flag_takes_any_number_of_digits(number):
+    integers = [each for each in flags().values() if each.kind is int]
+    assert len(integers) > 30
+    for each in integers:
+        with pytest.raises(UsageError, match=f"{each.flag} .*must be (at|greater)"):
+            each.check(number)
 
 
 def test_pages_match_the_declarations():

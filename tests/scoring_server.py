@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+from transformers import AutoTokenizer
 
 
 def log_prob_of(tokens: Sequence[int], position: int) -> float:
@@ -25,6 +28,7 @@ class ScoringServer:
         self.answer: Any = None  # in place of the right one
         self.models: Any = None  # answer to /v1/models; None: there is none
         self.tokens: Any = None  # the same of /tokenize
+        self.encode: Callable[[str], Any] = lambda text: self.tokens
         self.requests: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.max_num_requests: int | None = None  # after which all fail
@@ -46,15 +50,20 @@ class ScoringServer:
 
 
 @contextlib.contextmanager
-def scoring_server() -> Iterator[ScoringServer]:
+def scoring_server(checkpoint: Path | None = None) -> Iterator[ScoringServer]:
+    """With a checkpoint it tokenizes, so that the start of a job accepts it."""
     found = ScoringServer()
+    if checkpoint is not None:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+        found.models = {"data": []}
+        found.encode = lambda text: {"tokens": tokenizer.encode(text, add_special_tokens=False)}
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             found.headers.append(dict(self.headers))
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if self.path == "/tokenize" and found.tokens is not None:
-                self._send(200, found.tokens)
+            if self.path == "/tokenize" and (tokens := found.encode(body["prompt"])) is not None:
+                self._send(200, tokens)
             else:
                 self._send(*found.answered(body) if self.path == "/v1/completions" else (404, {}))
 

@@ -318,7 +318,8 @@ def teacher_spec(
 def check_teacher_servers(spec: JobSpec) -> list[str]:
     """Check the servers of teachers; return why some do not answer, since they may still start.
 
-    Raises UsageError for a server that takes too few tokens, and for one with another tokenizer.
+    Raises UsageError for a server that takes too few tokens, and for one with another tokenizer or
+    one that cannot be compared.
     """
     servers = [each for each in spec.config.teachers if each.url is not None]
     if not servers:
@@ -340,10 +341,21 @@ def _check_server(teacher: TeacherPlace, spec: JobSpec, ours: Sequence[int]) -> 
     config = spec.config
     header = header_from(config.teacher.teacher_header_env, "--rl-teacher-header-env")
     client = PromptScores(teacher.place, header)
+    has_answered = False
     try:
-        most, theirs = client.max_tokens(), client.tokens_of(_SAMPLE)
+        most, has_answered = client.max_tokens(), True
+        theirs = client.tokens_of(_SAMPLE)
     except HTTPFailure as failure:
-        return f"{teacher.place} is not checked: {failure}"
+        if failure.may_pass and not (has_answered and failure.status):
+            return f"{teacher.place} is not checked: {failure}"
+        route = "/tokenize" if has_answered else "/v1/models"
+        raise UsageError(
+            f"has a tokenizer that cannot be compared with that of {spec.checkpoint.folder} "
+            f"({route}: {failure})",
+            flag=teacher.shown,
+            remedy="serve it by vllm serve without --skip-tokenizer-init, or give the teacher's "
+            "folder",
+        ) from None
     least = config.data.max_prompt_tokens + config.rollout.max_response_tokens + 1
     if most is not None and most < least:
         raise UsageError(

@@ -335,7 +335,7 @@ def test_each_source_has_the_scores_of_its_teacher_alone(
     tmp_path: Path,
 ) -> None:
     """One teacher is swapped in, one takes turns, one is a server, and a source has none."""
-    with scoring_server() as server:
+    with scoring_server(student) as server:
         flags = sources_of(tmp_path, str(same_shape), str(larger), "none", server.url)
         found, *_ = distilled(ranks, student, split, *flags, *more)
     for number, teacher in enumerate((same_shape, larger)):

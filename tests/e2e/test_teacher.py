@@ -39,7 +39,7 @@ def test_a_lost_server_ends_the_run_with_everything_saved(
     """The third step fails, is repeated by the resumed run, and is that of a run without it."""
     checkpoint = checkpoint_factory("qwen3")
     flags = (*ALONE, "--rl-num-steps", "4", "--rl-teacher-wait-minutes", "0.02")
-    with scoring_server() as server:
+    with scoring_server(checkpoint) as server:
 
         def flags_of(folder: str, *more: str) -> list[str]:
             of_run = (

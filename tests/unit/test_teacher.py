@@ -7,6 +7,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,10 @@ from mcore_rl.batching.table import SampleTable, SampleTokens
 from mcore_rl.batching.types import StepBatch
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.http import HTTPFailure
+from mcore_rl.config import RLConfig
 from mcore_rl.hybrid_engine.remote import prompt_scores
 from mcore_rl.hybrid_engine.remote.prompt_scores import PromptScores, ScoringFailed
-from mcore_rl.job.teachers import check_same_vocabulary
+from mcore_rl.job.teachers import check_same_vocabulary, check_teacher_servers
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.planner.activations import log_prob_activation_bytes
 from mcore_rl.planner.host import host_phases
@@ -207,6 +209,36 @@ def test_tokenizers_of_other_files_are_compared_or_the_teacher_is_refused(
     (tmp_path / "none" / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(UsageError, match=f"{tmp_path}/none has a tokenizer that cannot be compa"):
         check_same_vocabulary(tmp_path / "none", byte_tokenizer, num_rows=400)
+
+
+def test_server_whose_tokenizer_is_another_one_or_cannot_be_compared_is_refused(
+    byte_tokenizer: Path,
+) -> None:
+    def checked(url: str) -> list[str]:
+        config = RLConfig.of(teacher=url, max_prompt_tokens=8, max_response_tokens=7)
+        checkpoint = SimpleNamespace(folder=byte_tokenizer)
+        spec: Any = SimpleNamespace(config=config, checkpoint=checkpoint, trust_remote_code=False)
+        return check_teacher_servers(spec)
+
+    with scoring_server(byte_tokenizer) as server:
+        assert checked(server.url) == []
+        server.models = {"data": [{"max_model_len": 15}]}
+        with pytest.raises(UsageError, match="takes 15 tokens.*--max-model-len 16"):
+            checked(server.url)
+        server.models = {"data": [{"max_model_len": 16}]}
+        for answer, why in (
+            ({"tokens": [1]}, "has another tokenizer"),
+            ({}, "cannot be compared .*/tokenize: .*--skip-tokenizer-init"),
+            (None, "cannot be compared .*/tokenize: HTTP status 404"),
+        ):
+            server.encode = lambda text, answer=answer: answer  # type: ignore[misc]
+            with pytest.raises(UsageError, match=why):
+                checked(server.url)
+        server.models = None
+        with pytest.raises(UsageError, match="cannot be compared .*/v1/models: "):
+            checked(server.url)
+    (line,) = checked(server.url)  # it may still start
+    assert line.startswith(f"{server.url} is not checked: ")
 
 
 def test_tokens_that_a_teacher_lacks_are_read_as_another_one() -> None:

@@ -146,9 +146,12 @@ class VLLMServer:
         end(children)
 
     @contextlib.contextmanager
-    def hanging(self) -> Iterator[None]:
-        """SIGSTOP to it and its workers, and SIGCONT at the end."""
+    def hanging(self, *, answers_probes: bool = False) -> Iterator[None]:
+        """SIGSTOP to it and its workers, or to its workers alone, and SIGCONT at the end."""
         processes = [psutil.Process(self.process.pid), *self._children()]
+        if answers_probes:
+            top = fork_of(self._python, self.process.pid) or self.process.pid
+            processes = psutil.Process(top).children(recursive=True)
         for each in processes:
             each.suspend()
         try:

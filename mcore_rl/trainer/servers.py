@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 2.0
 _CANARY_SECONDS = 60.0  # of a request for canaries, and in which failed ones are repeated
-_PROBE_SECONDS = 30.0  # without an answer while a server gets weights
+_PROBE_SECONDS = 30.0  # without an answer, before a server gets weights and meanwhile
 _MAX_PAUSE = 64  # updates
 
 
@@ -184,9 +184,10 @@ class ServerSync:
         return dict.fromkeys(sound, report)
 
     def _fitting(self, urls: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the servers without those that do not fit the job. Before each connection: a
-        server that has restarted has none, and may have other options."""
-        if not urls or urls in self._connected:
+        """Return the servers without those that have a worker that hangs, and without those that do
+        not fit the job. The latter before each connection: a server that has restarted has none,
+        and may have other options."""
+        if not urls:
             return urls
         mine = self._checked(urls) if dist.get_rank() == 0 else None
         capacities, faults = objects.broadcast(mine)
@@ -195,12 +196,14 @@ class ServerSync:
             self._fail(url, why)
         return tuple(capacities)
 
-    def _checked(self, urls: Sequence[str]) -> tuple[dict[str, int], dict[str, str]]:
+    def _checked(self, urls: tuple[str, ...]) -> tuple[dict[str, int], dict[str, str]]:
         """Return the capacities of the servers that fit the job, and what is wrong with others."""
+        are_new = urls not in self._connected
 
         def check(url: str) -> int | str:
             try:
-                return check_server(url, self._job.spec)
+                self._client(url).require_workers()
+                return check_server(url, self._job.spec) if are_new else self._capacities[url]
             except UsageError as error:
                 return f"{error.found}; {error.remedy}"
             except RuntimeError as error:
@@ -310,9 +313,12 @@ class ServerSync:
         )
 
     def _watched(self, urls: Sequence[str]) -> HealthWatch:
+        return HealthWatch([self._client(url) for url in urls if dist.get_rank() == 0])
+
+    def _client(self, url: str) -> HTTPEngineClient:
+        """Return a client for probes."""
         env = self._job.config.rollout.rollout_servers_header_env
-        watched = urls if dist.get_rank() == 0 else ()
-        return HealthWatch([HTTPEngineClient(u, _PROBE_SECONDS, header_env=env) for u in watched])
+        return HTTPEngineClient(url, _PROBE_SECONDS, header_env=env)
 
     def close(self) -> None:
         """Close the connections. Local."""

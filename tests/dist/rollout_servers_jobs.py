@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import requests
 import torch.distributed as dist
 from transformers import AutoTokenizer
@@ -235,6 +236,13 @@ def hung(
                 found += generation.step()
             admitted = list(engine.admitted)
     facts = {"admitted": admitted, "metrics": engine.take_metrics()}
+    patient, hasty = HTTPEngineClient(first.url, 60), HTTPEngineClient(first.url, 1)
+    patient.require_workers()
+    with first.hanging(answers_probes=True):
+        patient.require_health()
+        with pytest.raises(RuntimeError) as silent:
+            hasty.require_workers()
+    facts["workers"] = str(silent.value)
     until(lambda: list(engine.returned) == [urls[0]])
     engine.begin_update()
     engine.admit({urls[0]: 16}, 1)

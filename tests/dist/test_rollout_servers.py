@@ -85,6 +85,7 @@ def test_all_requests_of_a_server_that_hangs_finish_on_the_other_and_it_can_retu
     assert metrics["servers/timeout"] >= 1 and metrics["servers/unreachable"] == 0
     assert metrics["servers/continued"] > 0 and metrics["servers/excluded"] == 1
     assert len(found["admitted"]) == 1 and found["after"] == [LONG_TOKENS] * 4
+    assert "no answer within 1 s" in found["workers"]
     assert found["mean"] < MEAN_DIFFERENCE and found["most"] < LARGEST_DIFFERENCE
 
 

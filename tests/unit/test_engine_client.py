@@ -87,11 +87,13 @@ def test_calls_say_what_vllm_expects(server):
     client.pause("keep")
     client.update_weights({"plan_id": "a"})
     client.finish_weight_update("8")
+    client.require_workers()
     told = [(path, json.loads(body) if body else None) for _, path, body in server.asked[3:]]
     assert told == [
         ("/pause?mode=keep&clear_cache=true", None),
         ("/update_weights", {"update_info": {"plan_id": "a"}}),
         ("/finish_weight_update", {"weight_version": "8"}),
+        ("/collective_rpc", {"method": "check_health"}),
     ]
 
 

@@ -43,6 +43,7 @@ class World:
         self.faults: dict[str, str] = {}  # of servers, as controllers have seen them
         self.hanging: set[str] = set()  # servers that stop answering while they receive weights
         self.hanging_workers: set[str] = set()  # that go on answering, but end no call
+        self.stuck_workers: set[str] = set()  # servers with a worker that hangs before an update
         self.answers: list[dict[str, Any]] = []  # of controllers, to calls that sample
 
     def sleep(self, seconds: float) -> None:
@@ -105,6 +106,13 @@ class Sync(ServerSync):
 
     def _engine(self, urls: Sequence[str]) -> Any:
         return Connection(self.world, urls)
+
+    def _client(self, url: str) -> Any:
+        def require_workers() -> None:
+            if url in self.world.stuck_workers:
+                raise RuntimeError("no answer within 30 s")
+
+        return SimpleNamespace(require_workers=require_workers)
 
     def _watched(self, urls: Sequence[str]) -> HealthWatch:
         watch = HealthWatch(())
@@ -215,6 +223,15 @@ def test_server_that_hangs_in_an_update_is_blamed_and_the_others_get_the_weights
     hanging.clear()
     assert sent(world, sync) == [(A, C), (B,)]
     assert sent(world, sync) == [(A, B, C)]
+
+
+def test_server_with_a_worker_that_hangs_gets_no_weights_until_it_answers(world, sync):
+    assert sent(world, sync) == [(A, B, C)]
+    world.stuck_workers = {B}
+    assert sent(world, sync) == [(A, C)] and world.admitted.keys() == {A, C}
+    world.stuck_workers = set()
+    sent(world, sync)
+    assert sent(world, sync) == [(A, C), (B,)]
 
 
 def test_failing_servers_are_tried_all_the_time_while_no_other_is_left(world, sync):

@@ -122,6 +122,13 @@ class HTTPEngineClient(HTTPVLLMWeightSyncClient):
         """Raise RuntimeError if the server does not answer, or its engine is dead."""
         self._answer("GET", "health")
 
+    def require_workers(self) -> None:
+        """Raise RuntimeError if a worker does not answer. Not during an update: workers then answer
+        at its end."""
+        # Without vLLM's own timeout, after which it would take late answers for those to the next
+        # call.
+        self._post("collective_rpc", {"method": "check_health"})
+
     def vllm_version(self) -> str:
         """Return the version of the server's vLLM."""
         return str(self._get("version", "version"))

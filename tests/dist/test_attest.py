@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,10 @@ def test_a_flipped_bit_is_named(results: Results) -> None:
     tensor, sources, destination, problem = found[0]["mismatches"][0]
     assert (tensor, destination, problem) == (TRAVELS, 0, "differs")
     assert set(sources) <= {2, 3}, "the second stage holds it"
-    assert f"{TRAVELS}[0:64, 0:256] of rank 2 differs on rank 0" in found[0]["sentence"]
+    sentence = f"{TRAVELS}[0:64, 0:256] of rank 2 differs on rank 0"
+    hashes = r" \(its hash is (\w{16}) as held and (\w{16}) as loaded\)"
+    both = re.search(re.escape(sentence) + hashes, found[0]["sentence"])
+    assert both and both[1] != both[2]
 
 
 @pytest.mark.parametrize("name", ["swapped_experts", "few_rows_swapped"])

@@ -60,12 +60,15 @@ class Mismatch:
     source_ranks: tuple[int, ...]  # its holders, first the one whose copy was hashed
     destination_rank: int
     problem: str  # "differs", or the number of elements that were not loaded
+    hashes: tuple[int, int] | None = None  # of what differs: as it is held, and as it was loaded
 
     def __str__(self) -> str:
         holders = ", ".join(map(str, self.source_ranks))
         held = f"rank{'s' * (len(self.source_ranks) > 1)} {holders}"
         slice_ = f"{self.tensor}{show(self.box)}"
-        return f"{slice_} of {held} {self.problem} on rank {self.destination_rank}"
+        both = " (its hash is {:016x} as held and {:016x} as loaded)" if self.hashes else ""
+        text = f"{slice_} of {held} {self.problem} on rank {self.destination_rank}"
+        return text + both.format(*self.hashes or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,14 +261,17 @@ class Attestor:
         mismatches = []
         for cell in itertools.chain.from_iterable(self._needed.values()):
             read, size = self._arrived.elements[cell.number], volume(cell.box)
+            hashes = None
             if read != size:
                 problem = f"was not loaded ({read} of {size} elements were)"
             elif found[cell.number] != expected[cell.number]:
                 problem = "differs"
+                held, loaded = (int(each[cell.number]) % (1 << 64) for each in (expected, found))
+                hashes = held, loaded
             else:
                 continue
             sources = (cell.owner, *(rank for rank in cell.holders if rank != cell.owner))
-            mismatches.append(Mismatch(cell.tensor, cell.box, sources, self._rank, problem))
+            mismatches.append(Mismatch(cell.tensor, cell.box, sources, self._rank, problem, hashes))
         return mismatches
 
     def _salt(self, tensor: str) -> tuple[int, Sample | None]:

@@ -38,12 +38,12 @@ from rich.table import Table
 from mcore_rl.common import objects
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.run_output import log_file, patient_stdout, setup_logging
+from mcore_rl.common.values import difference, other_values
 from mcore_rl.config import RLConfig
 from mcore_rl.data.prompts import PromptSources, load_prompt_files
 from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.hybrid_engine.proof.canary import differences, megatron_log_probs
 from mcore_rl.hybrid_engine.proof.proof import NotProved
-from mcore_rl.hybrid_engine.proof.values import difference, other_values
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, ReshardReport, log_reshard
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine

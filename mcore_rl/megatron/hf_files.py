@@ -28,6 +28,7 @@ from mcore_rl.common.readers import (
     parse_json,
     plain_file_name,
 )
+from mcore_rl.common.values import difference
 from mcore_rl.model.tensors import TensorInfo, is_mtp_copy
 
 # `hf_export` writes this file; only a folder that has it may be replaced.
@@ -213,22 +214,32 @@ def check_copies(
                 files.enter_context(opened(folder / name, flag)).get_slice(tensor)
                 for tensor, name in ((copy.tensor, copy.file), (copy.of, copy.of_file))
             )
-            alike = one.get_shape() == other.get_shape() and one.get_dtype() == other.get_dtype()
-            if alike and all(
-                torch.equal(one[rows].view(torch.uint8), other[rows].view(torch.uint8))
-                for rows in row_blocks(one.get_shape(), part, num_parts)
-            ):
-                continue
+            found = _first_difference(one, other, part, num_parts)
+        if not found:
+            continue
         held = f" of {copy.file}" if copy.tensor == copy.of else ""
         remedy = "remove the wrong one from the files"
         if copy.tensor != copy.of and not is_mtp_copy(copy.tensor):
             remedy += ", or set tie_word_embeddings to false in its config.json"
         raise UsageError(
             f"has {copy.tensor}{held}, which differs from {copy.of} of {copy.of_file} and should "
-            "repeat it",
+            f"repeat it: {found}",
             flag=f"{flag} {folder}",
             remedy=remedy,
         )
+
+
+def _first_difference(one: Any, other: Any, part: int, num_parts: int) -> str:
+    """Return how two slices of files differ in a reader's share; "" if they do not."""
+    places = ("in the copy", "in the other")
+    kinds = [f"{each.get_dtype()} {each.get_shape()}" for each in (one, other)]
+    if kinds[0] != kinds[1]:
+        return f"it is {kinds[0]} {places[0]} and {kinds[1]} {places[1]}"
+    for rows in row_blocks(one.get_shape(), part, num_parts):
+        first_row = 0 if rows is ... else rows.start
+        if found := difference(one[rows], other[rows], places, first_row=first_row):
+            return found
+    return ""
 
 
 def row_blocks(shape: Sequence[int], part: int, num_parts: int) -> Iterator[Any]:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from mcore_rl.common.errors import UsageError
 from mcore_rl.job.reading import read_shape_of
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_checkpoint
-from mcore_rl.megatron.hf_files import INDEX, check_copies, other_files
+from mcore_rl.megatron.hf_files import INDEX, check_copies, other_files, row_blocks
 from mcore_rl.model.config_json import model_shape
 from mcore_rl.model.tensors import checkpoint_tensors
 from mcore_rl.tools.doctor import checkpoint as doctor_checkpoint
@@ -64,7 +64,8 @@ def read(folder: Path, config: dict[str, Any], num_parts: int = 3) -> HFCheckpoi
     if refusals:
         with pytest.raises(UsageError) as found:
             list(check_hf_folder(shape, checkpoint))
-        assert str(found.value) == refusals[0] and len(set(refusals)) == 1
+        assert str(found.value) == refusals[0]  # each names the first value in its own rows
+        assert len({each.partition("repeat it: ")[0] for each in refusals}) == 1
         raise found.value
     assert {finding.level for finding in check_hf_folder(shape, checkpoint)} == {"green"}
     return checkpoint
@@ -203,8 +204,14 @@ def test_copies_in_trained_mtp_layers_must_equal_model(tmp_path: Path) -> None:
         if not change:
             check_copies(tmp_path, trained.repeated)
             continue
-        with pytest.raises(UsageError, match=f"{copy}, which differs from {EMBEDDING}"):
+        value = tensors[EMBEDDING][0, 0]
+        with pytest.raises(UsageError, match=f"{copy}, which differs from {EMBEDDING}") as refused:
             check_copies(tmp_path, trained.repeated)
+        values = f"[0, 0] is {value + 1:.9g} in the copy and {value:.9g} in the other"
+        assert values in str(refused.value)
+        start = next(row_blocks(tensors[EMBEDDING].shape, 1, 2)).start
+        with pytest.raises(UsageError, match=rf"\[{start}, 0\] is"):
+            check_copies(tmp_path, trained.repeated, part=1, num_parts=2)
 
 
 @pytest.mark.parametrize("value", ["nan", "-inf"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mcore_rl.hybrid_engine.proof.values import difference, other_values
+from mcore_rl.common.values import difference, other_values
 
 PLACES = ("here", "there")
 
@@ -26,6 +26,7 @@ def test_first_difference_is_named_with_its_place_and_both_values() -> None:
     assert difference(a, b, PLACES) == ""
     b[1, 2], b[1, 0] = 7, -1
     assert difference(a, b, PLACES) == "[1, 0] is 3 here and -1 there"
+    assert difference(a, b, PLACES, first_row=8) == "[9, 0] is 3 here and -1 there"
     assert difference(a, a.float(), PLACES) == " is bfloat16 [2, 3] here and float32 [2, 3] there"
     assert difference(a, a[:1], PLACES) == " is bfloat16 [2, 3] here and bfloat16 [1, 3] there"
     assert difference(torch.tensor(1), torch.tensor(2), PLACES) == "[] is 1 here and 2 there"

@@ -6,6 +6,7 @@ expresses it as Megatron flags. So an architecture is specified once, by its con
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -104,7 +105,8 @@ class ModelShape:
     qkv_bias: bool
     tied_embeddings: bool
     norm_epsilon: float
-    rope: Mapping[str, Any]  # normalised: rope_type, rope_theta and the fields the type needs
+    # Normalised: rope_type, rope_theta and the fields the type needs.
+    rope: Mapping[str, Any] = field(hash=False)
     max_positions: int
     # In addition to num_layers. They are neither trained nor sampled from, and are not compared:
     # transformers drops them, and reports one where config.json has no such field.
@@ -133,13 +135,7 @@ class ModelShape:
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
         """The kind of every decoder layer."""
-        none = (False,) * self.num_layers
-        has_indexer = self.indexer.in_layer if self.indexer else none
-        blocks = self.blocks or ("",) * self.num_layers
-        features = zip(
-            self.is_moe_layer, self.is_linear_layer or none, has_indexer, blocks, strict=True
-        )
-        return tuple(LayerKind(*each) for each in features)
+        return _layer_kinds(self)
 
     @property
     def needs_gpu(self) -> str | None:
@@ -152,6 +148,17 @@ class ModelShape:
     def moe_layers(self) -> tuple[int, ...]:
         """Global numbers (from 0) of the layers with experts."""
         return tuple(layer for layer, is_moe in enumerate(self.is_moe_layer) if is_moe)
+
+
+@functools.lru_cache(maxsize=16)  # a search of layouts asks thousands of times
+def _layer_kinds(shape: ModelShape) -> tuple[LayerKind, ...]:
+    none = (False,) * shape.num_layers
+    has_indexer = shape.indexer.in_layer if shape.indexer else none
+    blocks = shape.blocks or ("",) * shape.num_layers
+    features = zip(
+        shape.is_moe_layer, shape.is_linear_layer or none, has_indexer, blocks, strict=True
+    )
+    return tuple(LayerKind(*each) for each in features)
 
 
 def read_config_json(folder: Path, *, flag: str = "--rl-hf-checkpoint") -> dict[str, Any]:

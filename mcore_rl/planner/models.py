@@ -7,6 +7,7 @@ lcm(DP, 128) per bucket.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -103,7 +104,8 @@ class StageParameters:
         return self.total - self.frozen - self.frozen_experts
 
 
-def stage_parameters(model: TrainedModel) -> list[StageParameters]:
+@functools.lru_cache(maxsize=16)  # a search asks often for one layout, with several of engines
+def stage_parameters(model: TrainedModel) -> tuple[StageParameters, ...]:
     """Return the parameters of every stage. The router's bias is not a parameter. Trained MTP
     layers are on the last stage, with a copy of the embedding."""
     shape, mtp_layers = model.shape, model.training.mtp_layers
@@ -129,7 +131,7 @@ def stage_parameters(model: TrainedModel) -> list[StageParameters]:
                 frozen_experts=sum(p.frozen_experts for p in parts),
             )
         )
-    return found
+    return tuple(found)
 
 
 def _trained_mtp_specs(shape: ModelShape) -> list[TensorSpec]:

@@ -71,7 +71,7 @@ from mcore_rl.planner.settings import (
     TrainSettings,
 )
 from scripts.make_tiny_deepseek import ARCHS, hf_config
-from tests.model_shapes import published_shape, small_shape
+from tests.model_shapes import CONFIGS, published_shape, small_shape
 
 FULL = Recompute(granularity="full", method="uniform")
 MACHINE = Machine(
@@ -193,6 +193,13 @@ def test_deepseek_v3_on_256_ranks_moves_known_bytes() -> None:
 def test_deepseek_v3_has_published_number_of_parameters() -> None:
     (parameters,) = stage_parameters(model_of("deepseek-v3", TrainLayout(1)))
     assert round(parameters.total / 1e9) == 671
+
+
+def test_parameters_are_counted_once_for_each_layout() -> None:
+    """A search asks thousands of times for a few hundred layouts."""
+    found = [stage_parameters(model_of("deepseek-v3", TrainLayout(n))) for n in (1, 8, 1)]
+    assert found[0] is found[2]
+    assert all(hash(published_shape(path.stem)) for path in CONFIGS.glob("*.json"))
 
 
 def test_latent_cache_is_whole_on_every_rank() -> None:

@@ -317,26 +317,37 @@ def test_stale_groups_are_dropped_with_what_they_have_in_flight(turns: bool) -> 
     run.close()
 
 
+def groups_left(**options: Any) -> dict[int, OpenGroup]:
+    """The groups of a run that ended before it trained on them."""
+    run = Run(3, **options)
+    run.step(1)
+    run.sample(0, lambda: len(run.banks[0].groups) >= 2 * NUM_GROUPS)
+    run.pause()
+    run.close()
+    return {d: g for d, g in run.banks[0].groups.items() if d not in run.trained}
+
+
+def trained_on_two_of(groups: dict[int, OpenGroup], **options: Any) -> tuple[Run, int, int]:
+    """A resumed run that has trained on two groups without sampling them again: one that was held,
+    and one of the bank."""
+    held, banked = sorted(groups)[:2]
+    run = Run(3, groups={held: 1}, next_draw=banked, banked={banked: groups[banked]}, **options)
+    run.begin_step(2)
+    run.schedulers[0].load([groups[held]])
+    run.train()
+    run.step(3)
+    assert not {held, banked} & {each.number // SIZE for each in run.engines[0].submitted}
+    return run, held, banked
+
+
 def test_failed_rewards_of_a_resumed_run_are_asked_for_again() -> None:
-    first = Run(3)
-    first.step(1)
-    first.sample(0, lambda: len(first.banks[0].groups) >= 2 * NUM_GROUPS)
-    first.pause()
-    first.close()
-    groups = {d: g for d, g in first.banks[0].groups.items() if d not in first.trained}
+    groups = groups_left()
     for group in groups.values():
         group.outcomes[1] = {"length": Outcome(0.0, "raised", "the judge is away")}
-    held, banked = sorted(groups)[:2]
-    second = Run(3, groups={held: 1}, next_draw=banked, banked={banked: groups[banked]})
-    second.begin_step(2)
-    second.schedulers[0].load([groups[held]])
-    second.train()
-    second.step(3)
+    second, held, banked = trained_on_two_of(groups)
     for draw in (held, banked):
         rewards = [second.trained[draw][1].outcomes[index] for index in range(SIZE)]
         assert [each["length"].kind for each in rewards] == [None] * SIZE
-        sampled = {each.number // SIZE for each in second.engines[0].submitted}
-        assert draw not in sampled
     begun = sorted(second.schedulers[0]._rewards.begun)  # type: ignore[union-attr]
     assert {held * SIZE + 1, banked * SIZE + 1} <= set(begun)
     assert not {held * SIZE, banked * SIZE} & set(begun)
@@ -353,29 +364,12 @@ class ChangedRewards(ScriptedRewards):
 def test_groups_of_a_resumed_run_are_graded_again_if_the_code_of_rewards_has_changed(
     now: type[ScriptedRewards],
 ) -> None:
-    first = Run(3)
-    first.step(1)
-    first.sample(0, lambda: len(first.banks[0].groups) >= 2 * NUM_GROUPS)
-    first.pause()
-    first.close()
-    groups = {d: g for d, g in first.banks[0].groups.items() if d not in first.trained}
-    held, banked = sorted(groups)[:2]
-    second = Run(
-        3,
-        rewards=lambda: now(lambda number: -1.0),
-        groups={held: 1},
-        next_draw=banked,
-        banked={banked: groups[banked]},
-    )
-    second.begin_step(2)
-    second.schedulers[0].load([groups[held]])
-    second.train()
-    second.step(3)
+    groups = groups_left()
+    second, held, banked = trained_on_two_of(groups, rewards=lambda: now(lambda number: -1.0))
     for draw in (held, banked):
         outcomes = second.trained[draw][1].outcomes.values()
         assert {each["length"].reward == -1.0 for each in outcomes} == {now is ChangedRewards}
         assert second.trained[draw][1].reward_sources == {"length": now.version}
-        assert draw not in {each.number // SIZE for each in second.engines[0].submitted}
     second.close()
 
 
@@ -409,27 +403,11 @@ def test_sampling_goes_on_while_groups_are_removed_from_the_bank() -> None:
 
 @pytest.mark.parametrize("compares", [False, True])
 def test_groups_of_a_resumed_run_with_other_rewards_get_these(compares: bool) -> None:
-    first = Run(3, compares=compares)
-    first.step(1)
-    first.sample(0, lambda: len(first.banks[0].groups) >= 2 * NUM_GROUPS)
-    first.pause()
-    first.close()
-    groups = {d: g for d, g in first.banks[0].groups.items() if d not in first.trained}
-    held, banked = sorted(groups)[:2]
-    second = Run(
-        3,
-        compares=compares,
-        rewards=lambda: OtherRewards(float),
-        groups={held: 1},
-        next_draw=banked,
-        banked={banked: groups[banked]},
+    groups = groups_left(compares=compares)
+    second, held, banked = trained_on_two_of(
+        groups, compares=compares, rewards=lambda: OtherRewards(float)
     )
-    second.begin_step(2)
-    second.schedulers[0].load([groups[held]])
-    second.train()
-    second.step(3)
     for draw in (held, banked):
         outcomes = second.trained[draw][1].outcomes.values()
         assert all(each.keys() == {"length", "other"} for each in outcomes)
-        assert draw not in {each.number // SIZE for each in second.engines[0].submitted}
     second.close()

@@ -337,21 +337,25 @@ def check_teacher_servers(spec: JobSpec) -> list[str]:
 
 
 def _check_server(teacher: TeacherPlace, spec: JobSpec, ours: Sequence[int]) -> str | None:
-    """Check one server; `ours` are the tokens of a text. Return why it does not answer."""
+    """Check one server; `ours` are the tokens of a text. Return what is not checked, and why."""
     config = spec.config
     header = header_from(config.teacher.teacher_header_env, "--rl-teacher-header-env")
     client = PromptScores(teacher.place, header)
-    has_answered = False
+    most, note = None, None
     try:
-        most, has_answered = client.max_tokens(), True
+        most = client.max_tokens()
+    except HTTPFailure as failure:
+        if failure.may_pass:
+            return f"{teacher.place} is not checked: {failure}"
+        note = f"the length that {teacher.place} takes is not checked: {failure}"
+    try:
         theirs = client.tokens_of(_SAMPLE)
     except HTTPFailure as failure:
-        if failure.may_pass and not (has_answered and failure.status):
+        if failure.may_pass and failure.status is None:
             return f"{teacher.place} is not checked: {failure}"
-        route = "/tokenize" if has_answered else "/v1/models"
         raise UsageError(
             f"has a tokenizer that cannot be compared with that of {spec.checkpoint.folder} "
-            f"({route}: {failure})",
+            f"(/tokenize: {failure})",
             flag=teacher.shown,
             remedy="serve it by vllm serve without --skip-tokenizer-init, or give the teacher's "
             "folder",
@@ -371,4 +375,4 @@ def _check_server(teacher: TeacherPlace, spec: JobSpec, ours: Sequence[int]) -> 
             flag=teacher.shown,
             remedy="serve a teacher with the actor's tokenizer",
         )
-    return None
+    return note

@@ -10,6 +10,7 @@ prompts ─► engine (rollout mode) ─► rewards ─► log-probs, values ─
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import logging
 import os
@@ -298,10 +299,11 @@ def _run_role(
 ) -> None:
     if job.world.role != ACTOR:
         setup_logging(quiet=True)
-        if job.world.role == ROLLOUT:
-            serve_engines(job, log=log)
-        else:
-            serve_role(job, model_provider, log=log)
+        with contextlib.closing(job.watchdog()):  # it answers the actor's
+            if job.world.role == ROLLOUT:
+                serve_engines(job, log=log)
+            else:
+                serve_role(job, model_provider, log=log)
         return
     setup_logging()  # the actor's first rank may differ from the job's
     train(Run(job, build(job, model_provider, log=log)))

@@ -1,10 +1,11 @@
 """Watchdog that ends a run whose stage takes too long, and reports which rank is stuck where.
 
 If a rank is slow or stuck, the others wait in a collective until `--distributed-timeout-minutes`,
-and fail without naming it. So each rank watches its own stages. When one takes longer than
-`--rl-stage-timeout-seconds`, all ranks send the stacks of their main threads to the job's store,
-over separate connections. One rank prints them, grouped by identical stack, with the ranks that did
-not answer, and all ranks exit.
+and fail without naming it. So each rank of the actor watches its own stages. When one takes longer
+than `--rl-stage-timeout-seconds`, all ranks, also those of other roles, send the stacks of their
+main threads to the job's store, over separate connections. One rank prints them, grouped by
+identical stack, with the ranks that did not answer, which the launcher repeats in its last line,
+and all ranks exit.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from datetime import timedelta
 from types import FrameType
 from typing import Any
 
+from mcore_rl.common.agreement import leave_reason
 from mcore_rl.common.kills import note_stage
 
 EXIT_STUCK = 1
@@ -39,7 +41,7 @@ _KEY = "mcore_rl/stuck"
 class Report:
     """What a rank was doing at the time limit."""
 
-    stage: str
+    stage: str  # "" outside the stages, as on the ranks of other roles than the actor
     seconds: float
     stack: tuple[str, ...]  # "file:line in function", the outermost first
 
@@ -110,7 +112,7 @@ class StageWatchdog:
                 late = self._is_asked()
             if late:
                 stack = stack_of(sys._current_frames().get(self._main))
-                self._end(Report(stage or "no stage", seconds, stack))
+                self._end(Report(stage or "", seconds, stack))
                 return
 
     def _is_asked(self) -> bool:
@@ -128,7 +130,11 @@ class StageWatchdog:
             except Exception as error:  # the store is gone: every rank prints its own report
                 print(f"mcore_rl: the other ranks cannot be asked ({error!r})", file=sys.stderr)
         if prints:
-            print(describe(reports, self._world_size, self._limit), file=sys.stderr, flush=True)
+            report = describe(reports, self._world_size, self._limit)
+            print(report, file=sys.stderr, flush=True)
+            if silent := _silent(reports, self._world_size):
+                limit = f"a stage took longer than --rl-stage-timeout-seconds {self._limit:g}"
+                leave_reason(f"{limit}, and {silent}")
         self._leave(EXIT_STUCK)
 
     def _exchange(self, store: Any, mine: Report) -> tuple[dict[int, Report], bool]:
@@ -168,13 +174,22 @@ def describe(reports: Mapping[int, Report], world_size: int, limit_seconds: floa
         f"mcore_rl: error: a stage took longer than --rl-stage-timeout-seconds {limit_seconds:g}; "
         "raise it if the stage is expected to take this long"
     ]
-    if silent := [rank for rank in range(world_size) if rank not in reports]:
-        lines.append(f"{_ranks(silent)} gave no answer: ended, stopped, or deep in other code")
-    for (stage, *stack), ranks in sorted(together.items(), key=lambda item: len(item[1])):
+    if silent := _silent(reports, world_size):
+        lines.append(silent)
+    # Other roles' ranks come last: most of them wait for a call.
+    groups = sorted(together.items(), key=lambda item: (not item[0][0], len(item[1])))
+    for (stage, *stack), ranks in groups:
         seconds = max(reports[rank].seconds for rank in ranks)
-        lines.append(f"{_ranks(ranks)}, {seconds:.0f} s in {stage}:")
+        where = f"{seconds:.0f} s in {stage}" if stage else "outside the stages"
+        lines.append(f"{_ranks(ranks)}, {where}:")
         lines += [f"    {entry}" for entry in stack]
     return "\n".join(lines)
+
+
+def _silent(reports: Mapping[int, Report], world_size: int) -> str:
+    """Return which ranks have sent no report; "" if all have."""
+    silent = [rank for rank in range(world_size) if rank not in reports]
+    return f"{_ranks(silent)} gave no answer: ended, stopped, or deep in other code" * bool(silent)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

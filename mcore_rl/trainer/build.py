@@ -40,7 +40,7 @@ from mcore_rl.model.roles import ROLLOUT
 from mcore_rl.moe.expert_load import ExpertLoad
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.trace import Tracer
-from mcore_rl.observe.watchdog import StageWatchdog, own_connection
+from mcore_rl.observe.watchdog import StageWatchdog
 from mcore_rl.planner.savings import memory_lines
 from mcore_rl.rollout.branch import Branch
 from mcore_rl.rollout.sample_store import SampleStore
@@ -173,7 +173,7 @@ def build(
     if job.spec.roles.is_apart(ROLLOUT):
         engines = start_engines(job, inputs.start(job).fingerprints, inputs.day)
     models = build_models(job, inputs, model_provider, engines, log=log)
-    watchdog = _watchdog(job)
+    watchdog = job.watchdog()
     timers = StageTimers(watchdog)
     if isinstance(models.sample_store, DemonstrationStore):
         rollouts: Rollouts = build_supervised(job, inputs, models, timers)
@@ -360,16 +360,6 @@ def _began_with(job: Job, point: ResumePoint | None) -> str:
     if job.spec.lora is None and megatron_checkpoint.loads_checkpoint(job.args):
         return LOADED
     return fingerprint(job.spec.checkpoint)
-
-
-def _watchdog(job: Job) -> StageWatchdog:
-    world_size = dist.get_world_size()
-    return StageWatchdog(
-        job.config.run.stage_timeout_seconds,
-        rank=dist.get_rank(),
-        world_size=world_size,
-        connect=own_connection if world_size > 1 else None,
-    )
 
 
 def _monitors(

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mcore_rl.batching.rows import MicroBatching
 from mcore_rl.config import RLConfig
 from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, ROLLOUT, TEACHER, Roles
+from mcore_rl.observe.watchdog import StageWatchdog, own_connection
 from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.roles.remote import Bridge, JointGroup
 
@@ -37,6 +38,16 @@ class Job:
         first."""
         first = len(self.spec.roles.actor) if self.world.role == ROLLOUT else 0
         return first + dist.get_rank()
+
+    def watchdog(self) -> StageWatchdog:
+        """Start the watchdog of this rank, which answers those of all other ranks of the job."""
+        roles, run = self.spec.roles, self.config.run
+        return StageWatchdog(
+            run.stage_timeout_seconds,
+            rank=roles.ranks(self.world.role)[dist.get_rank()],
+            world_size=roles.world_size,
+            connect=own_connection if roles.world_size > 1 else None,
+        )
 
     def micro_batching(self) -> MicroBatching:
         """Return how the actor's samples become micro-batches."""

@@ -30,6 +30,13 @@ def test_ranks_in_the_same_place_are_grouped_after_the_exception():
     assert lines[5] == "ranks 0, 3, 61 s in reward:"
 
 
+def test_ranks_of_other_roles_come_last():
+    reports = {0: waiting_in("call"), 1: waiting_in("call"), 2: Report("", 0.0, ("receive",))}
+    lines = describe(reports, 3, 60.0).splitlines()
+    assert lines[1] == "ranks 0, 1, 61 s in reward:"
+    assert lines[4:] == ["rank 2, outside the stages:", "    receive"]
+
+
 class Rank:
     """A rank in a thread, with the exit codes of its watchdog."""
 
@@ -44,14 +51,16 @@ class Rank:
             leave=self.codes.append,
         )
 
-    def stage(self, seconds: float = 60.0, name: str = "rollout") -> None:
-        """Run a stage of `seconds`, or until the watchdog ends this rank."""
+    def stage(self, seconds: float = 60.0, name: str | None = "rollout") -> None:
+        """Run a stage of `seconds`, or until the watchdog ends this rank; None: of another role."""
         dog = self._watchdog()
-        dog.enter(name)
+        if name is not None:
+            dog.enter(name)
         until = time.monotonic() + seconds
         while not self.codes and time.monotonic() < until:
             time.sleep(0.02)
-        dog.leave()
+        if name is not None:
+            dog.leave()
         dog.close()
 
 
@@ -111,23 +120,25 @@ def test_stuck_rank_is_ended_with_its_stack(capsys):
     assert "test_watchdog.py" in report and "in stage" in report.splitlines()[-1]
 
 
-def test_other_ranks_are_asked_and_one_rank_reports(capsys, monkeypatch):
+def test_other_ranks_are_asked_and_one_rank_reports(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(watchdog, "_ASK_SECONDS", 0.3)
     monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 5.0)
     store = HashStore()
-    ranks = [Rank(0, store, limit=0.5, world_size=3), Rank(1, store, limit=60, world_size=3)]
+    ranks = [Rank(rank, store, limit, 4) for rank, limit in enumerate((0.5, 60, 0.5))]
     threads = [
         threading.Thread(target=rank.stage, args=(60.0, name))
-        for rank, name in zip(ranks, ("rollout", "reward"), strict=True)
+        for rank, name in zip(ranks, ("rollout", "reward", None), strict=True)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [rank.codes for rank in ranks] == [[watchdog.EXIT_STUCK]] * 2
+    assert [rank.codes for rank in ranks] == [[watchdog.EXIT_STUCK]] * 3
     report = capsys.readouterr().err
     assert report.count("mcore_rl: error:") == 1
-    assert "rank 2 gave no answer" in report
+    assert "rank 3 gave no answer" in report and "rank 2, outside the stages:" in report
+    assert "rank 3 gave no answer" in (tmp_path / "error.json").read_text()  # for the launcher
     assert re.search(r"rank 0, \d+ s in rollout:", report) and "s in reward:" in report
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Collection, Mapping
@@ -68,15 +69,21 @@ def stopped_with(peer: NodeExit) -> Ending:
     return Ending(peer.exit_code, what + why)
 
 
-def failed(error: ChildFailedError, kills_before: Mapping[str, int], folder: str) -> Ending:
-    """Return the ending of a run with failed ranks, whose temporary folder is `folder`."""
+def failed(
+    error: ChildFailedError,
+    kills_before: Mapping[str, int],
+    folder: str,
+    messages: Collection[logging.LogRecord] = (),
+) -> Ending:
+    """Return the ending of a run with failed ranks, whose temporary folder is `folder`. `messages`
+    are those of torchrun on ending its ranks."""
     in_time = sorted(error.failures.values(), key=lambda failure: failure.timestamp)
     code = exit_code([failure.exitcode for failure in in_time])
     if code == EXIT_ALARM:  # rank 0 has reported the reason
         return Ending(code)
     if code == EXIT_USAGE:
         return Ending(code, _mistake(error))
-    sentence = _kills(error, kills_before, folder) or _first_reason(error)
+    sentence = _kills(error, kills_before, folder, messages) or _first_reason(error)
     return Ending(code, sentence, error.format_msg())
 
 
@@ -88,12 +95,20 @@ def _mistake(error: ChildFailedError) -> str:
     return found[0] if found else no_reason
 
 
-def _kills(error: ChildFailedError, before: Mapping[str, int], folder: str) -> str:
+def _kills(
+    error: ChildFailedError,
+    before: Mapping[str, int],
+    folder: str,
+    messages: Collection[logging.LogRecord],
+) -> str:
     """Return which ranks were killed and whether memory ran out; "" if neither has happened."""
+    # By torchrun, because they did not end by SIGTERM: their exit codes do not say it.
+    outlived = [entry.args for entry in messages if str(entry.msg).startswith("Unable to shutdown")]
+    by_torchrun = {args[0] for args in outlived if isinstance(args, tuple)}
     stages = {
         rank: noted_stage(folder, failure.pid)
         for rank, failure in sorted(error.failures.items())
-        if failure.exitcode == -signal.SIGKILL
+        if failure.exitcode == -signal.SIGKILL and failure.pid not in by_torchrun
     }
     return describe_kills(stages, before, memory_kills())
 

@@ -84,7 +84,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
         if args.log_dir is None and args.redirects == "0" and args.tee == "0":
             args.log_dir = folder  # for torchrun's files, unless logs were requested
         with _no_process_left(folder):
-            ended = _run(args, peers, folder)
+            ended = _run(args, peers, folder, withheld)
         if peers is not None:
             peers.end(ended.exit_code, ended.sentence)
     if ended.table:
@@ -149,14 +149,20 @@ def _withheld_log() -> list[logging.LogRecord]:
     return entries
 
 
-def _run(args: argparse.Namespace, peers: Peers | None, folder: str) -> ending.Ending:
+def _run(
+    args: argparse.Namespace,
+    peers: Peers | None,
+    folder: str,
+    messages: Sequence[logging.LogRecord],
+) -> ending.Ending:
+    """Run torchrun, which logs `messages` on ending its ranks."""
     kills_before, received = memory_kills(), list[signal.Signals]()
     try:
         with _signals_handled(args, received):
             torchrun.run(args)
         return ending.Ending(0)
     except ChildFailedError as error:
-        return ending.failed(error, kills_before, folder)
+        return ending.failed(error, kills_before, folder, messages)
     except DistNetworkError as error:
         if (fault := port_fault(args, str(error))) is None:
             raise

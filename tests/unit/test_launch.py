@@ -498,6 +498,22 @@ def test_launch_reports_kill_without_memory_counter(launcher: Launcher) -> None:
     assert "no out-of-memory counter rose" in last
 
 
+@pytest.mark.slow
+def test_launch_does_not_report_its_own_kill_of_stopped_rank(launcher: Launcher) -> None:
+    program = """
+        from mcore_rl.common.agreement import leave_reason
+        all_here("up")
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1)
+        leave_reason("rank 1 gave no answer")
+        os._exit(1)
+    """
+    code, stderr = launcher.run(program, 2)
+    assert code == 1
+    assert stderr.splitlines()[-1] == "mcore_rl: error: rank 0: rank 1 gave no answer"
+
+
 @pytest.fixture
 def small_group() -> Iterator[Path]:
     """A control group of 1 GiB (cgroup v1 or v2), for processes that enter it by themselves."""

@@ -36,7 +36,7 @@ _current: Recording | None = None
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A period of time; the clock counts nanoseconds since 1970.
+    """A period of time; the clock counts nanoseconds since 1970, see `Recording.now`.
 
     Example: `Span("rollout", STAGE, 1_790_000_000_000_000_000, 1_790_000_001_000_000_000)`
     """
@@ -54,6 +54,12 @@ class Recording:
     def __init__(self) -> None:
         self.spans: list[Span] = []
         self._profile: profile | None = None
+        # torch.profiler counts from 1970.
+        self._shift = time.time_ns() - time.perf_counter_ns()
+
+    def now(self) -> int:
+        """Return nanoseconds since 1970, by a clock that does not jump while this records."""
+        return self._shift + time.perf_counter_ns()
 
     def start(self) -> None:
         global _current
@@ -112,22 +118,22 @@ def span(name: str, kind: str = PART) -> Iterator[None]:
         yield
         return
     is_engine = kind == STAGE and name in _ENGINE_STAGES
-    start = _now(kind)
+    start = _now(recording, kind)
     if is_engine:
         recording.record_kernels(False)
     yield
     if is_engine:
         recording.record_kernels(True)
     thread = threading.get_native_id()
-    recording.spans.append(Span(name, kind, start, _now(kind), thread))
+    recording.spans.append(Span(name, kind, start, _now(recording, kind), thread))
 
 
-def _now(kind: str) -> int:
+def _now(recording: Recording, kind: str) -> int:
     # A graph capture forbids to wait.
     if kind in (STAGE, PASS) and torch.cuda.is_available():
         if not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream().synchronize()
-    return time.time_ns()
+    return recording.now()
 
 
 class MegatronTimers:

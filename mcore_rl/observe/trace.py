@@ -15,7 +15,6 @@ import json
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -68,7 +67,7 @@ class Tracer:
         """End a step; after the last traced one, write the table and the trace of all ranks."""
         self._step += 1
         if self._recording is not None:
-            self._ends.append(time.time_ns())
+            self._ends.append(self._recording.now())
             if self._step > self._last:
                 self._report()
         else:
@@ -83,7 +82,7 @@ class Tracer:
         if self._step == self._first <= self._last:
             self._recording = Recording()
             self._recording.start()
-            self._ends.append(time.time_ns())
+            self._ends.append(self._recording.now())
 
     def _write(self) -> list[TracedStep]:
         """Stop, and write this rank's events; return its steps for the table."""

@@ -1,6 +1,6 @@
 """Imported by `--rl-import`: every process has started two minutes before it did."""
 
-import psutil
+import time
 
-create_time = psutil.Process.create_time
-psutil.Process.create_time = lambda self: create_time(self) - 120
+clock_gettime = time.clock_gettime
+time.clock_gettime = lambda clock: clock_gettime(clock) + 120

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import runpy
+import time
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
@@ -345,3 +346,15 @@ def test_groups_that_other_prompts_drop_are_counted(tmp_path, caplog, ahead):
     _log_dropped(folder)
     (said,) = caplog.messages
     assert f"{5 if ahead else 3} groups in {folder}" in said and "are dropped" in said
+
+
+@pytest.mark.parametrize(("clock", "ends"), [("time", False), ("clock_gettime", True)])
+def test_exit_duration_follows_no_clock_that_is_set(
+    clock: str, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver_module.objects, "on_any", bool)
+    now = getattr(time, clock)
+    monkeypatch.setattr(time, clock, lambda *which: now(*which) + 7200)
+    args = Namespace(exit_signal_handler=False, exit_interval=None, exit_duration_in_mins=60)
+    reason = saver_module.early_exit(args, 1)
+    assert reason == ("--exit-duration-in-mins 60" if ends else None)

@@ -312,8 +312,9 @@ def test_kernels_of_a_rollout_are_left_out(gpu, tmp_path):
 
 
 def test_kernels_of_collectives_are_communication(gpu, make_tracer, tmp_path, monkeypatch):
-    clock = iter([0, 10**9, 4 * 10**9, 5 * 10**9])
-    monkeypatch.setattr(time, "time_ns", lambda: next(clock))
+    clock = iter([0, 0, 10**9, 4 * 10**9, 5 * 10**9])
+    monkeypatch.setattr(time, "time_ns", lambda: 0)
+    monkeypatch.setattr(time, "perf_counter_ns", lambda: next(clock))
     tracer = make_tracer(1, 1)
     with span("train", STAGE):
         pass
@@ -324,6 +325,18 @@ def test_kernels_of_collectives_are_communication(gpu, make_tracer, tmp_path, mo
     }  # fmt: skip
     events = json.loads((tmp_path / "rank0.json").read_text())["traceEvents"]
     assert "ncclDevKernel_AllReduce" in [event["name"] for event in events]
+
+
+def test_clock_that_is_set_back_moves_no_span(monkeypatch, tmp_path):
+    recording = spans.Recording()
+    recording.start()
+    started = recording.now()
+    with span("train"):
+        now = time.time_ns() - 3600 * 10**9
+        monkeypatch.setattr(time, "time_ns", lambda: now)
+    recording.stop(tmp_path)
+    [found] = recording.spans
+    assert started < found.start < found.end < started + 60 * 10**9
 
 
 def test_failing_profiler_loses_only_the_kernels(gpu, make_tracer, tmp_path, monkeypatch, caplog):

@@ -94,4 +94,6 @@ def describe_kills(
             )
     if not stages:
         return ""
-    return f"{who}{'; no out-of-memory counter rose: something else sent it' if before else ''}"
+    if not before:
+        return f"{who}; out-of-memory counters cannot be read here: memory may have run out"
+    return f"{who}; no out-of-memory counter rose: something else sent it"

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.exits import describe_exit
 from mcore_rl.data.messages import Message, RejectedRow
 from mcore_rl.data.tokenizer_worker import MEMORY_BYTES, PLACE
 from mcore_rl.model.families import FAMILIES
@@ -281,8 +282,5 @@ def close_all() -> None:
 def _why(code: int) -> str:
     if code == -signal.SIGALRM:
         return "it took too long and was ended"
-    if code < 0:
-        names = signal.valid_signals() & {-code}
-        name = signal.Signals(-code).name if names else str(-code)
-        return f"its process was ended by {name}; it may have at most {MEMORY_BYTES >> 30} GiB"
-    return f"its process ended with exit code {code}"
+    may_have = f"; it may have at most {MEMORY_BYTES >> 30} GiB" if code < 0 else ""
+    return f"its process ended: {describe_exit(code)}{may_have}"

@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from typing import Any, Self
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.exits import describe_exit
 from mcore_rl.isolation.process import EXIT_OUT_OF_MEMORY
 from mcore_rl.isolation.session import Event, Session
 from mcore_rl.isolation.wire import Answer, Failed
@@ -346,7 +347,7 @@ class ProcessPool:
             gib, flag = self._program.memory_gib, self._program.memory_flag
             has = f"its process may have {gib:g} GiB ({flag})"
             return Failed("ran out of memory", has if gib else "the machine has no more")
-        return Failed("ended its process", f"exit code {ended}")
+        return Failed("ended its process", describe_exit(ended))
 
     # The zygote and its replacement ---------------------------------------------------------------
 

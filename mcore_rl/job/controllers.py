@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -19,6 +18,7 @@ import time
 from dataclasses import replace
 
 from mcore_rl.common.agreement import EXIT_FAILED, leave_cause, leave_reason
+from mcore_rl.common.exits import describe_exit
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.flags.given import import_given_files
 from mcore_rl.spec import JobSpec
@@ -64,15 +64,10 @@ def _end_with_controller(process: subprocess.Popen[bytes], number: int) -> None:
         return
     what = f"controller {number} of --rl-rollout-servers ended by"
     if code < 0:  # it cannot report itself
-        leave_cause(f"{what} {_name_of(-code)}")
+        leave_cause(f"{what} {describe_exit(code)}")
     time.sleep(_GRACE_SECONDS)  # in which a call of it reports why
-    leave_reason(f"{what} exit code {code}")
+    leave_reason(f"{what} {describe_exit(code)}")
     os._exit(EXIT_FAILED)
-
-
-def _name_of(number: int) -> str:
-    known = [each.name for each in signal.Signals if each == number]
-    return known[0] if known else f"signal {number}"
 
 
 def main() -> None:

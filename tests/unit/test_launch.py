@@ -17,7 +17,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from mcore_rl.common.kills import THE_GROUP, THE_MACHINE, describe_kills, memory_kills
+from mcore_rl.common.exits import describe_exit
+from mcore_rl.common.kills import (
+    THE_GROUP,
+    THE_MACHINE,
+    describe_kills,
+    memory_kills,
+)
 from mcore_rl.launch.ending import exit_code
 from mcore_rl.launch.folder import lock_of
 from tests.rank_pool import free_port
@@ -590,8 +596,17 @@ def test_kills_are_described_by_risen_counter() -> None:
     assert f"{THE_GROUP} rose by 1" in describe_kills({3: "train"}, before, after)
     assert f"{THE_MACHINE} rose by 2" in describe_kills({}, before, {**after, THE_GROUP: 1})
     assert "no out-of-memory counter" in describe_kills({3: ""}, before, before)
-    assert describe_kills({3: ""}, {}, {}) == "SIGKILL ended rank 3"
+    assert "SIGKILL ended rank 3; " in (unknown := describe_kills({3: ""}, {}, {}))
+    assert "memory may have run out" in unknown
     assert describe_kills({}, before, before) == describe_kills({}, {}, {}) == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "described"),
+    [(7, "exit code 7"), (-11, "SIGSEGV"), (-40, "signal 40"), (-9, "SIGKILL, which the kernel")],
+)
+def test_exit_is_described_by_code_or_signal(code: int, described: str) -> None:
+    assert describe_exit(code).startswith(described)
 
 
 @pytest.mark.slow

@@ -299,7 +299,7 @@ def test_score_keeps_order_and_texts(pool):
         ("exit", "raised SystemExit: 3"),
         ("_exit", "ended its process: exit code 1"),
         ("_exit with 0", "ended its process: exit code 0"),
-        ("segfault", f"ended its process: exit code -{int(signal.SIGSEGV)}"),
+        ("segfault", "ended its process: SIGSEGV"),
         ("nan", "returned nan: a reward is a finite number"),
         ("inf", "returned inf: a reward is a finite number"),
         ("string", "returned str: a reward is a finite number"),

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint import save as save_checkpoint
 
 from mcore_rl import train
@@ -199,6 +200,16 @@ def test_other_sources_need_a_choice_which_keeps_or_drops_positions():
     other_step = sources({"a": 6, "b": 6}, per_step=8)
     with pytest.raises(UsageError, match="a step has 8 prompts of all, and had 4"):
         resumed_with(before, other_step, "stop")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_says_that_prompts_are_others(rank: int, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: rank)
+    resumed_with(sources({"a": 6}), sources({"a": 7}), "restart")
+    assert [record.getMessage() for record in caplog.records] == [
+        "[Resume] --rl-prompts are others than before: they begin with the first"
+    ] * (rank == 0)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[4, [[1, 2]]]", '[0, [["a", 1, "x"]]]', "[4, 5]"])

@@ -312,7 +312,7 @@ def _with_known_prompts(
     eval_prompts: Drawn | None,
 ) -> TrainerState:
     if eval_prompts is not None and eval_prompts.are_those_of(state.eval_prompts) is False:
-        logger.warning(
+        _warn(
             "[Resume] --rl-eval-prompts are others than before step %d: accuracies before and "
             "after it do not compare",
             state.step,
@@ -326,7 +326,7 @@ def _with_known_prompts(
         return state.drawing(0, Begin())
     are_same = prompts.are_those_of(state.prompts)
     if are_same is None:
-        logger.warning(
+        _warn(
             "[Resume] an earlier version of mcore_rl wrote the checkpoint and recorded the files "
             "of prompts, not their tokens: whether they are the same is not known"
         )
@@ -351,16 +351,22 @@ def _with_known_prompts(
             ),
         )
     if choice == RESTART:
-        logger.warning("[Resume] --rl-prompts are others than before: they begin with the first")
+        _warn("[Resume] --rl-prompts are others than before: they begin with the first")
         return state.drawing(0, Begin())
     position = state.sampler_position
     begin = continued(state.prompts, state.begin, position, prompts.fingerprint)
     after = ", ".join(f"'{name}' after {count} prompts" for name, count in begin.counts.items())
-    logger.warning(
+    _warn(
         "[Resume] --rl-prompts are others than before: %s continues, others begin with the first",
         after or "no source",
     )
     return state.drawing(position, begin)
+
+
+def _warn(text: str, *values: object) -> None:
+    """Log what all ranks find on the first one."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        logger.warning(text, *values)
 
 
 def _log_dropped(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -16,9 +17,15 @@ def sync(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file atomically; it is on the disk when this returns. Raises OSError."""
+    """Replace a file atomically; it is on the disk when this returns. Raises OSError, and leaves
+    the file as it was."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    sync(partial)
-    partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        sync(partial)
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
     sync(path.parent)

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from mcore_rl.common.disk import replace_text
 from mcore_rl.common.readers import (
     InvalidData,
     integer_within,
@@ -216,7 +217,8 @@ class RunDirectory:
 
     def _replace(self, name: str, text: str) -> None:
         try:
-            (self.folder / name).write_text(text, encoding="utf-8", errors="replace")
+            # Half of a pair of surrogates, which a text of the user may have, is not UTF-8.
+            replace_text(self.folder / name, text.encode(errors="replace").decode())
         except OSError as error:
             logger.warning("%s cannot be written (%s)", self.folder / name, error)
 

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from mcore_rl.batching.types import StepStats
+from mcore_rl.common import disk
 from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.observe.progress import RunProgress
@@ -270,6 +271,20 @@ def test_read_only_folder_loses_no_step(tmp_path, monkeypatch, caplog):
     monkeypatch.undo()
     directory.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 0, "a": 1.0}
+
+
+def test_full_disk_leaves_the_config_of_the_run_before(tmp_path, monkeypatch, caplog):
+    RunDirectory(tmp_path, RunConfig({"lr": 1})).close()
+    before = (tmp_path / "config.yaml").read_text()
+
+    def full(path: Path) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(disk, "sync", full)
+    RunDirectory(tmp_path, RunConfig({"lr": 2})).close()
+    assert "config.yaml cannot be written ([Errno 28]" in caplog.messages[0]
+    assert (tmp_path / "config.yaml").read_text() == before
+    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_log_survives_a_full_disk(tmp_path):

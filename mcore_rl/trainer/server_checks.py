@@ -41,9 +41,9 @@ def check_servers(spec: JobSpec) -> list[str]:
             silent.append(f"{url} is not checked: {error}")
     if len(misfits) > 1:
         raise UsageError(
-            ": " + "; ".join(f"{url} {each.found}" for url, each in misfits.items()),
+            ": " + ", and ".join(f"{url} {each.found}" for url, each in misfits.items()),
             flag="--rl-rollout-servers",
-            remedy="; ".join(dict.fromkeys(each.remedy for each in misfits.values())),
+            remedy=", or ".join(dict.fromkeys(each.remedy for each in misfits.values())),
         )
     for each in misfits.values():
         raise each

@@ -123,6 +123,7 @@ def test_independent_mistakes_are_all_reported_with_exit_code_1(spoilt: tuple) -
     assert all(each["remedy"] for each in found["findings"] if each["level"] != "green")
 
 
+@pytest.mark.slow  # ten seconds of imports, in a process of its own
 def test_no_device_engine_or_process_is_taken(spoilt: tuple) -> None:
     _, facts, _ = spoilt
     assert facts == {"cuda": False, "distributed": False, "engine": False, "children": []}

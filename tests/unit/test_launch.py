@@ -18,12 +18,7 @@ import psutil
 import pytest
 
 from mcore_rl.common.exits import describe_exit
-from mcore_rl.common.kills import (
-    THE_GROUP,
-    THE_MACHINE,
-    describe_kills,
-    memory_kills,
-)
+from mcore_rl.common.kills import THE_GROUP, THE_MACHINE, describe_kills, memory_kills
 from mcore_rl.launch.ending import exit_code
 from mcore_rl.launch.folder import lock_of
 from tests.rank_pool import free_port

@@ -66,9 +66,11 @@ class Mismatch:
         holders = ", ".join(map(str, self.source_ranks))
         held = f"rank{'s' * (len(self.source_ranks) > 1)} {holders}"
         slice_ = f"{self.tensor}{show(self.box)}"
-        both = " (its hash is {:016x} as held and {:016x} as loaded)" if self.hashes else ""
         text = f"{slice_} of {held} {self.problem} on rank {self.destination_rank}"
-        return text + both.format(*self.hashes or ())
+        if self.hashes is None:
+            return text
+        as_held, as_loaded = self.hashes
+        return f"{text} (its hash is {as_held:016x} as held and {as_loaded:016x} as loaded)"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,10 @@ exchange_between_engines()
 fork_engines()
 main()
 """
+SLOWLY = """
+from tests.vllm_servers import slow_steps
+slow_steps({})
+"""
 # For servers that receive weights: `--rl-rollout-servers`.
 RECEIVES = (
     *("--load-format", "dummy", "--weight-transfer-config", '{"backend": "mcore_rl"}'),
@@ -59,6 +63,21 @@ def fork_engines() -> None:
     multiprocessing.resource_tracker.ensure_running()
     for module in (utils, multiproc_executor):
         module.get_mp_context = lambda: multiprocessing.get_context("fork")
+
+
+def slow_steps(seconds: float) -> None:
+    """Have an engine rest before each step. A tiny model has generated hundreds of tokens of its
+    first request before the process in front of it hands over the second, and before a test could
+    interfere in the middle."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    step = EngineCoreProc._process_engine_step
+
+    def slow(self: EngineCoreProc) -> bool:
+        time.sleep(seconds)
+        return step(self)
+
+    EngineCoreProc._process_engine_step = slow
 
 
 def exchange_between_engines() -> None:
@@ -101,7 +120,8 @@ def variables_of_job() -> list[str]:
 class VLLMServer:
     """One server, which can be killed and started again; it may still be starting.
 
-    `python` may be the program of tests/warm_python.py, and is in jobs of ranks."""
+    Its engines rest before each step for `rest_seconds`, to be slow enough for a test that
+    interferes. `python` may be the program of tests/warm_python.py, and is in jobs of ranks."""
 
     def __init__(
         self,
@@ -109,12 +129,14 @@ class VLLMServer:
         port: int,
         *more: str,
         max_len: int = 128,
+        rest_seconds: float = 0.0,
         python: str | Path | None = None,
     ) -> None:
-        self.url, self._max_len = f"http://127.0.0.1:{port}", max_len
+        self.url = f"http://127.0.0.1:{port}"
         self._python = str(python or os.environ.get("PYTHON_EXEC", sys.executable))
+        program = SLOWLY.format(rest_seconds) + SERVE if rest_seconds else SERVE
         self._command = [
-            *(self._python, "-c", SERVE, "--model", str(checkpoint)),
+            *(self._python, "-c", program, "--model", str(checkpoint)),
             *("--host", "127.0.0.1", "--port", str(port), "--enable-scale-out"),
             *("--dtype", "bfloat16", "--max-model-len", str(max_len), "--max-num-seqs", "32"),
             *("--enforce-eager", "--logprobs-mode", "processed_logprobs"),
@@ -192,13 +214,19 @@ def running(
     count: int,
     *more: str,
     max_len: int = 128,
+    rest_seconds: float = 0.0,
     of_last: Sequence[str] = (),
     python: str | Path | None = None,
 ) -> Iterator[list[VLLMServer]]:
     """Start servers, the last one with options of its own; nothing of them is left at the end."""
     options = [more] * (count - 1) + [(*more, *of_last)]
     servers = [
-        VLLMServer(checkpoint, free_port(), *each, max_len=max_len, python=python)
+        VLLMServer(
+            *(checkpoint, free_port(), *each),
+            max_len=max_len,
+            rest_seconds=rest_seconds,
+            python=python,
+        )
         for each in options
     ]
     try:

@@ -31,6 +31,7 @@ from tests.vllm_servers import VLLMServer, running, until
 
 MAX_LEN = 512
 LONG_TOKENS = 300
+REST_SECONDS = 0.01
 HANG_SECONDS = 15.0
 NUM_TOP = 4
 SAMPLINGS = [
@@ -43,7 +44,7 @@ SAMPLINGS = [
 
 
 def play(checkpoint: str, vocab_size: int) -> dict[str, Any]:
-    with running(checkpoint, 2, max_len=MAX_LEN) as servers:
+    with running(checkpoint, 2, max_len=MAX_LEN, rest_seconds=REST_SECONDS) as servers:
         return _play(checkpoint, vocab_size, servers)
 
 
@@ -199,27 +200,13 @@ def scored(local: VLLMEngine, completions: Sequence[Completion]) -> dict[str, An
     }
 
 
-def wait_for_tokens(generation: Any, url: str | None = None) -> None:
-    """Wait until all requests, or those of one server, have tokens. On a busy machine those of
-    another server may have all of theirs by then."""
-
-    def have_begun() -> bool:
-        running = list(generation._running.values())
-        if url is not None:
-            running = [run for run in running if run.server is not None and run.server.url == url]
-        are_over = all(run.is_over for run in generation._running.values())
-        return are_over or bool(running) and all(run.num_tokens >= 5 for run in running)
-
-    until(have_begun)
-
-
 def cut(local: VLLMEngine, engine: ServerEngine, urls: Sequence[str]) -> dict[str, Any]:
     """End requests in the middle, and wait until the servers have aborted them."""
     requests_, found = long_requests(), []
     with engine.generation() as generation:
         for request in requests_:
             generation.submit(request)
-        wait_for_tokens(generation)
+        until(lambda: all(run.num_tokens >= 5 for run in generation._running.values()))
         generation.end_soon([request.number for request in requests_])
         while generation.num_running:
             found += generation.step()
@@ -244,7 +231,7 @@ def hung(
     with engine.generation() as generation:
         for request in requests_:
             generation.submit(request)
-        wait_for_tokens(generation, urls[0])
+        until(lambda: all(run.num_tokens >= 5 for run in generation._running.values()))
         with first.hanging():
             while generation.num_running:
                 found += generation.step()
@@ -275,10 +262,15 @@ def killed(
     with engine.generation() as generation:
         for request in requests_:
             generation.submit(request)
-        wait_for_tokens(generation, urls[0])
+        until(lambda: all(run.num_tokens >= 5 for run in generation._running.values()))
+        on_first = [
+            run.num_tokens
+            for run in generation._running.values()
+            if run.server is not None and run.server.url == urls[0]
+        ]
         first.kill()
         while generation.num_running:
             found += generation.step()
     metrics = engine.take_metrics()
-    facts = {"metrics": metrics, "admitted": list(engine.admitted)}
+    facts = {"on_first": on_first, "metrics": metrics, "admitted": list(engine.admitted)}
     return scored(local, found) | facts

@@ -283,12 +283,14 @@ def both_flags(task: Task, *more: str) -> list[str]:
     ]
 
 
+@pytest.mark.parametrize("split", ["padded", "dp2", "tp2", "cp2"])
 def test_demonstrations_alone_have_their_weight(
-    task: Task, ranks: RankPool, tmp_path: Path
+    task: Task, ranks: RankPool, tmp_path: Path, split: str
 ) -> None:
     """Samples with equal rewards teach nothing; the rows of a step are those of its number."""
+    flags, world_size = SPLITS[split]
     outcome = learnt(
-        *(ranks, both_flags(task, *PACKED), 1, tmp_path), job=BOTH_JOB, equal_rewards=True
+        *(ranks, both_flags(task, *flags), world_size, tmp_path), job=BOTH_JOB, equal_rewards=True
     )
     rows = task.taught(task.train)
     expected = learned_by_transformers(

@@ -14,14 +14,12 @@ warm-up the weights are random, wide enough that any two swapped tensors change 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import hashlib
 import json
 import os
-import shutil
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +31,10 @@ if TYPE_CHECKING:
     import torch
 
     from scripts import tiny_task
+    from scripts.made_once import MARKER, made_once
 else:
     import tiny_task
+    from made_once import MARKER, made_once
 
 # Fields that Nemotron-H does not have.
 _OF_ROTATED = ("rms_norm_eps", "rope_theta", "rope_scaling", "hidden_act")
@@ -44,7 +44,6 @@ WITH_MTP = (
     *("deepseek_v32", "glm_moe_dsa", "glm_5_2"),
 )
 DEFAULT_SEED = 1234
-MARKER = "complete.json"
 RANDOM_STD = 0.05
 ROUTER_BIAS_STD = 0.02
 
@@ -299,38 +298,17 @@ def make_checkpoint(
 ) -> Path:
     """Make the checkpoint in `out`, or return at once if it exists already.
 
-    It exists if a marker file records the same options and the same code. The work is done in a
-    sibling directory that is renamed at the end, so an interrupted call leaves nothing that looks
-    complete; a lock next to `out` makes a concurrent caller wait and reuse the result. `overrides`
-    replaces entries of config.json. The same seed gives the same tensors on the same machine.
+    It exists if a marker file records the same options and the same code, see `made_once`.
+    `overrides` replaces entries of config.json. The same seed gives the same tensors on the same
+    machine.
 
     Raises `UsageError` for an unknown option, or if `out` has files that this script did not make.
     """
     config = _checked_config(arch, size, num_mtp_layers, tie_word_embeddings)
     config |= {"torch_dtype": str(dtype).removeprefix("torch.")} | dict(overrides or {})
     recipe = {"config": config, "warm_up": warm_up, "seed": seed, "code": _code_hash()}
-    out = Path(out).absolute()
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(out.parent / f".{out.name}.lock"):
-        if _is_made_by(out, recipe):
-            print(f"Reusing the checkpoint in {out}.")
-            return out
-        if out.exists() and not (out / MARKER).is_file() and (out.is_file() or any(out.iterdir())):
-            raise UsageError(
-                f"--out {out} holds files that this script did not make and would have to delete; "
-                "name another directory"
-            )
-        partial = out.parent / f".{out.name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)  # left by a killed call: we hold the lock
-        partial.mkdir()
-        try:
-            _write_checkpoint(partial, config, warm_up=warm_up, seed=seed)
-            (partial / MARKER).write_text(json.dumps(recipe, indent=2) + "\n")
-            shutil.rmtree(out, ignore_errors=True)
-            os.replace(partial, out)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
-    return out
+    write = partial(_write_checkpoint, config=config, warm_up=warm_up, seed=seed)
+    return made_once(out, recipe, write)
 
 
 def _checked_config(
@@ -353,18 +331,6 @@ def _checked_config(
 def _code_hash() -> str:
     sources = (__file__, tiny_task.__file__)
     return hashlib.sha256(b"\0".join(Path(s).read_bytes() for s in sources)).hexdigest()
-
-
-def _is_made_by(out: Path, recipe: Mapping[str, Any]) -> bool:
-    marker = out / MARKER
-    return marker.is_file() and json.loads(marker.read_text()) == recipe
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _write_checkpoint(folder: Path, config: dict[str, Any], *, warm_up: bool, seed: int) -> None:

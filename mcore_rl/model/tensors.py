@@ -8,8 +8,8 @@ compares both with this table.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -19,6 +19,7 @@ from mcore_rl.model.config_json import LatentAttention, LayerKind, ModelShape
 from mcore_rl.model.delta_net import BLOCK, CONVOLUTION, DeltaNet
 from mcore_rl.model.families import family_of
 from mcore_rl.model.family import TensorNames, bias_of
+from mcore_rl.model.layout import PipelineLayers
 from mcore_rl.model.sparse_attention import Indexer
 
 _VLLM_VOCABULARY_MULTIPLE = 64
@@ -405,12 +406,33 @@ def cut_range(
 
 def active_parameters(shape: ModelShape) -> int:
     """Return the number of parameters that a token passes through, without the embedding."""
+    of_layers = _active_parameters_of_layers(shape)
+    return _active_parameters_of_head(shape) + sum(map(of_layers.__getitem__, shape.layer_kinds))
+
+
+@functools.lru_cache(maxsize=1024)
+def most_active_parameters(shape: ModelShape, layers: PipelineLayers) -> int:
+    """Return the same of the pipeline stage that has most. The last one has the output layer."""
+    of_layers = _active_parameters_of_layers(shape)
+    of_stages = [
+        sum(of_layers[shape.layer_kinds[layer]] for chunk in stage for layer in chunk)
+        for stage in layers
+    ]
+    of_stages[-1] += _active_parameters_of_head(shape)
+    return max(of_stages)
+
+
+def _active_parameters_of_head(shape: ModelShape) -> int:
     total = sum(math.prod(spec.shape) for spec in head_specs(shape))
-    if shape.tied_embeddings:
-        total += shape.vocab_size * shape.hidden_size
+    return total + shape.vocab_size * shape.hidden_size * shape.tied_embeddings
+
+
+def _active_parameters_of_layers(shape: ModelShape) -> dict[LayerKind, int]:
     topk = shape.experts.topk if shape.experts else 0
-    for kind, count in Counter(shape.layer_kinds).items():
-        specs = layer_specs(shape, kind)
-        layer = sum(math.prod(s.shape) * (topk if s.num_experts else 1) for s in specs)
-        total += layer * count
-    return total
+    return {
+        kind: sum(
+            math.prod(spec.shape) * (topk if spec.num_experts else 1)
+            for spec in layer_specs(shape, kind)
+        )
+        for kind in set(shape.layer_kinds)
+    }

@@ -16,6 +16,7 @@ from mcore_rl.planner.layouts import (
     tp_divides,
     train_layouts,
     with_train_layout,
+    with_training,
 )
 from mcore_rl.planner.memory import Memory, memory_of
 from mcore_rl.planner.models import Bytes
@@ -121,19 +122,15 @@ def _changes(case: Case, memory: Memory, where: str) -> Iterator[Change]:
 def _of_training(case: Case) -> Iterator[Change]:
     """Yield changes of what is on the device while the engine sleeps. Other models share the
     actor's training settings."""
-    critic, engine = case.critic, case.engine
+    engine = case.engine
     if engine.graph_bytes and not engine.offloads_graphs:
         offloads = replace(engine, offloads_graphs=True)
         yield "--rl-rollout-offload-cuda-graphs", replace(case, engine=offloads)
-    for flags, change in _settings(case.training):
-        other = None if critic is None else replace(critic, training=change(critic.training))
-        teachers = tuple(
-            replace(each, training=change(each.training).without_state()) for each in case.teachers
-        )
-        yield flags, replace(case, training=change(case.training), critic=other, teachers=teachers)
+    for flags, change in savings_of_training(case.training):
+        yield flags, with_training(case, change)
 
 
-def _settings(
+def savings_of_training(
     now: TrainSettings,
 ) -> Iterator[tuple[str, Callable[[TrainSettings], TrainSettings]]]:
     """Yield flags, and the function from settings to settings with them."""
@@ -153,9 +150,16 @@ def _settings(
         yield "--grad-reduce-in-bf16", lambda it: replace(it, gradient_bytes=2)
     if now.optimizer_bytes == 12:
         flags = "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
-        yield flags, lambda it: replace(it, optimizer_bytes=8, moment_bytes=4)
+        yield (
+            flags,
+            lambda it: replace(it, optimizer_bytes=8, moment_bytes=4, saved_in_pieces=False),
+        )
     if not now.optimizer_host_share:
-        yield "--optimizer-cpu-offload", lambda it: replace(it, optimizer_host_share=1.0)
+        # Megatron's optimizer for it is a form of the other one.
+        flags = "--optimizer-cpu-offload"
+        if now.optimizer_bytes == 12:
+            flags += " --use-precision-aware-optimizer"
+        yield flags, lambda it: replace(it, optimizer_host_share=1.0, saved_in_pieces=False)
 
 
 def _with_a_sample_at_a_time(settings: TrainSettings) -> TrainSettings:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -15,6 +15,7 @@ from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import PipelineLayers, RolloutLayout, TrainLayout, pipeline_layers
 from mcore_rl.planner.models import Bytes, TrainedModel
 from mcore_rl.planner.phases import Case
+from mcore_rl.planner.settings import TrainSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,13 +131,17 @@ def with_engines_apart(case: Case, num_engine_ranks: int) -> Case:
     rollout = replace(case.rollout, world_size=num_engine_ranks, rank_map=())
     train = replace(case.train, world_size=num_trainers)
     other = with_train_layout(case, train, case.layers)
-    if other is None:
-        count = case.training.num_micro_batches * case.train.dp_size
+    # Packed micro-batches are as many as it takes, of an equal number of samples on each rank.
+    count = case.training.num_micro_batches * case.train.dp_size
+    what = "micro-batches of a mini-batch"
+    if case.training.packed_tokens:
+        count = case.engine.sampled_tokens_in_all // case.engine.max_model_tokens
+        what = "samples of a step"
+    if other is None or count % train.dp_size:
         raise UsageError(
             ": the critic or a teacher cannot take the layout of the other ranks"
-            if in_layout(case.actor, train, case.layers) is not None
-            else f": the {count} micro-batches of a mini-batch do not divide among {train.dp_size} "
-            "data-parallel ranks",
+            if count % train.dp_size == 0
+            else f": the {count} {what} do not divide among {train.dp_size} data-parallel ranks",
             flag=f"--rl-rollout-ranks {num_trainers}-{world_size - 1}",
             remedy="give engines another number of ranks",
         )
@@ -150,6 +155,19 @@ def with_engines_apart(case: Case, num_engine_ranks: int) -> Case:
     )
     ranks = tuple(range(num_trainers, world_size))
     return replace(other, rollout=rollout, engine=engine, engine_ranks=ranks)
+
+
+def with_training(case: Case, change: Callable[[TrainSettings], TrainSettings]) -> Case:
+    """Return the case with other settings of training, which all its models share."""
+    critic = case.critic
+    return replace(
+        case,
+        training=change(case.training),
+        critic=None if critic is None else replace(critic, training=change(critic.training)),
+        teachers=tuple(
+            replace(each, training=change(each.training).without_state()) for each in case.teachers
+        ),
+    )
 
 
 def with_train_layout(case: Case, train: TrainLayout, layers: PipelineLayers) -> Case | None:

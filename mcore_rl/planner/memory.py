@@ -28,6 +28,11 @@ SENT_TOKEN_BYTES = SAMPLED_TOKEN_BYTES + 1
 # Largest piece in which a checkpoint of the optimizer's states is written and read, see
 # mcore_rl.patches.megatron.optimizer_in_pieces.
 PIECE_BYTES = 64 << 20
+# Pinned memory is given in powers of two: the mean over sizes, whose logarithms are even.
+PINNED_OVER_USED = 1 / math.log(2)
+# Of a parameter whose optimizer is on the host by --optimizer-cpu-offload: two moments, and main
+# parameter and gradient, which are pinned; all in float32, whatever --exp-avg-dtype is.
+OFFLOADED_BYTES = 2 * 4 + PINNED_OVER_USED * 2 * 4
 # Size of the files of `megatron.hf_export`; a rank holds one at once.
 EXPORTED_FILE_BYTES = 5 << 30
 
@@ -192,7 +197,8 @@ def _state_on_host(case: Case, model: TrainedModel) -> dict[str, int]:
     )
     on_host = 0
     if model.training.optimizer_host_share:
-        on_host = max(optimizer_bytes(model)) - optimizer
+        moved = max(optimizer_bytes(model)) - optimizer
+        on_host = math.ceil(moved / model.training.optimizer_bytes * OFFLOADED_BYTES)
     away = engine.offloaded if model.ranks == () else frozenset()
     away_at_start = engine.away_at_start - away if model.ranks == () else frozenset()
     is_reference = engine.keeps_reference and model.name == ACTOR

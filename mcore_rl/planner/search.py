@@ -4,8 +4,10 @@ A layout is a candidate if its degrees divide world, model and batch, TP (of bot
 node, and all phases fit. Candidates are ranked by the seconds of a step that depend on the layout,
 by deliberately simple formulas:
 
-    compute        6 (with full recomputation 8) x active parameters x tokens / (ranks x rate),
-                   times 1 + (PP - 1) / (micro-batches x VPP) for the pipeline's bubble
+    compute        6 (with full recomputation 8) x PP x active parameters of the largest stage x
+                   tokens / (ranks x rate), times 1 + (PP - 1) / (micro-batches x VPP) for the
+                   pipeline's bubble, and 15 % more for each doubling of PP, since stages wait for
+                   micro-batches that differ; the last stage has the output layer
     communication  TP's and EP's bytes in a layer's passes, at the rate of the links they cross
     hand-over      most bytes that a rank receives, at the rate between nodes
     rollout        response tokens x passes over the samples of a data-parallel rank x the time to
@@ -21,7 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mcore_rl.hybrid_engine.plan.placement import choose_rank_map
-from mcore_rl.model.tensors import active_parameters
+from mcore_rl.model.tensors import most_active_parameters
+from mcore_rl.planner.defaults import PASSES, with_utilization
 from mcore_rl.planner.layouts import (
     Stages,
     divisors,
@@ -39,6 +42,9 @@ CRITERIA = (
     "ranked by the seconds of a step that depend on the layout: compute with the pipeline's "
     "bubble, TP and EP communication, hand-over, rollout; formulas in docs/using/planner.md"
 )
+
+
+_WAITS = 0.15  # an assumption
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +107,12 @@ class Found:
     num_fitting: int
 
 
-def search(case: Case, step: Step, *, top: int) -> Found:
+def search(case: Case, step: Step, *, top: int, chooses_share: bool = False) -> Found:
     """Try all layouts of `case`'s job.
 
     They are ranked by the lower bound of the hand-over; then the best `top` get a rank map, and are
-    ranked by the bytes then received.
+    ranked by the bytes then received. With `chooses_share` vLLM's share of a device is the largest
+    useful one of each layout.
     """
     tried = 0
     found: list[Candidate] = []
@@ -113,10 +120,18 @@ def search(case: Case, step: Step, *, top: int) -> Found:
     if case.has_engines:
         rollouts = {r: most_resident_bytes(case, r) for r in rollout_layouts(case)}
     for other, stages in _in_train_layouts(case, step.samples // step.mini_batches):
+        may_fit = True
         for rollout, resident in rollouts.items():
             tried += 1
+            if not may_fit:
+                continue
             placed = replace(other, rollout=rollout)
             memory = memory_of(placed, resident)
+            # Passes hold nothing of the engine.
+            may_fit = not any(p.lacking_bytes for p in memory.phases if p.name in PASSES)
+            if may_fit and chooses_share and case.has_engines:
+                placed = with_utilization(placed, memory)
+                memory = memory_of(placed, resident)
             if any(phase.lacking_bytes for phase in memory.phases):
                 continue
             if memory.host_total_bytes > case.machine.host_bytes:
@@ -217,14 +232,17 @@ def _flags(case: Case, stages: Stages) -> str:
 
 
 def _compute(model: TrainedModel, step: Step) -> float:
-    """Return the seconds of a step in a model's matrix products, with the pipeline's bubble."""
+    """Return the seconds of a step in a model's matrix products, with the pipeline's bubble and its
+    wait for the largest stage."""
     train, training = model.train, model.training
     full = training.recompute.granularity == "full"
     vp_size = len(model.layers[0])
     bubble = (train.pp_size - 1) / (training.num_micro_batches * vp_size)
     tokens = step.samples * training.positions
-    flops = (8 if full else 6) * active_parameters(model.shape) * tokens
-    return flops / (train.world_size * step.flops) * (1 + bubble)
+    parameters = train.pp_size * most_active_parameters(model.shape, model.layers)
+    flops = (8 if full else 6) * parameters * tokens
+    waits = 1 + _WAITS * math.log2(train.pp_size)
+    return flops / (train.world_size * step.flops) * (1 + bubble) * waits
 
 
 def _communication(model: TrainedModel, machine: Machine, samples: int) -> float:

@@ -14,6 +14,9 @@ COMMUNICATOR_MB = 100.0
 CUDA_GRAPHS_GB = 1.0  # an assumption: depends on the model and the sizes that vLLM captures
 BATCHED_TOKENS = 16384  # in one step of vLLM
 USUAL_RANKS_PER_NODE = 8
+# Of a node, and of a rank in each direction.
+HOST_GB, OWN_NODE_GB_PER_SECOND, OTHER_NODES_GB_PER_SECOND = 2000.0, 400.0, 50.0
+GPU_TFLOPS, GPU_MEMORY_GB_PER_SECOND = 400.0, 3000.0  # of a device, achieved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

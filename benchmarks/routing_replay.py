@@ -80,6 +80,7 @@ def run(mode: str, model: Path, target: Path, num_steps: int) -> dict[int, dict[
         shutil.rmtree(target, ignore_errors=True)
         command = [
             *("bash", "scripts/run_deepseek_moe.sh", "--rl-hf-checkpoint", str(model)),
+            *("--rl-config", "scripts/presets/tiny-model.yaml"),
             *("--rl-config", "scripts/presets/tiny-task.yaml"),
             *("--rl-prompts", str(model / "prompts" / "train.jsonl")),
             *("--rl-eval-prompts", str(model / "prompts" / "heldout.jsonl")),

@@ -89,10 +89,18 @@ class TrainerOptions(Parameters):
         "scoring pass; r3: scoring and updates reuse those of the engine",
         choices=("off", "r2", "r3"),
     )
+    layout: str = param(
+        "given",
+        "parallel sizes: given: by Megatron's flags; auto: those that mcore-rl plan ranks first "
+        "for these devices, with recomputation and smaller optimizer states where nothing fits "
+        "without",
+        choices=("given", "auto"),
+    )
     max_tokens_per_microbatch: int = param(
         0,
         "pack samples without padding into micro-batches of at most this many tokens, balanced "
-        "over ranks; 0: pad --micro-batch-size samples to one length",
+        "over ranks; 0: pad --micro-batch-size samples to one length. A start chooses it by the "
+        "plan if neither is given",
         least=0,
     )
     share_prompts: str = param(

@@ -85,6 +85,7 @@ class JobSpec:
     rollout_layout: RolloutLayout
     ranks_per_node: int
     tokens: tuple[str, ...]  # for Megatron's parser: derived flags, then the user's; () of a fork
+    chosen: tuple[str, ...] = ()  # of these, the flags that the plan chose
     given: Mapping[str, Any]  # the user's flags as in a file of --rl-config; empty for a fork
     flags: Mapping[str, str]  # all given or derived flags, with their values
     notes: tuple[str, ...]  # on derived flags, on flags without effect, on memory

@@ -27,7 +27,8 @@ prompts and reward:
         --lr 1e-6 --rl-max-prompt-tokens 512 --rl-max-response-tokens 512
 
 With either of the first two, the tiny preset's settings of its own task (reward, lengths, learning
-rate: scripts/presets/tiny-task.yaml) do not apply.
+rate: scripts/presets/tiny-task.yaml) do not apply. For a checkpoint of your own, --rl-layout auto
+chooses the parallel sizes, unless some are given.
 
 Several machines: call it on each one with NNODES, NODE_RANK, MASTER_ADDR (that of node 0) and, if
 29500 is in use, MASTER_PORT; or once per machine under Slurm, which sets all of these:
@@ -109,6 +110,17 @@ given() {
   grep -qE "^[^#]*${key//-/[-_]}[\"']?[[:space:]]*:" -- "${config_files[@]}"
 }
 
+# Whether they set a part of the layout, or say how it is found.
+given_layout() {
+  local name
+  for name in rl-layout rl-rollout-{tp,ep}-size rl-rollout-{ranks,servers} \
+    {tensor,pipeline,expert}-model-parallel-size context-parallel-size \
+    expert-tensor-parallel-size; do
+    ! given "--$name" || return 0
+  done
+  return 1
+}
+
 # ------------------------------------------------------------------------------------- the machines
 
 count_gpus() {
@@ -186,6 +198,11 @@ default_env TOKENIZERS_PARALLELISM false
 own=() # flags that the preset does not set
 configs=(--rl-config "$root/scripts/presets/$preset.yaml")
 if [[ $preset == tiny ]]; then
+  if ! given --rl-hf-checkpoint; then
+    configs+=(--rl-config "$root/scripts/presets/tiny-model.yaml")
+  elif ! given_layout; then
+    own+=(--rl-layout auto)
+  fi
   if given --rl-hf-checkpoint || given --rl-prompts; then
     echo "# own checkpoint or prompts: reward, lengths and learning rate are those of the command" \
       "line, or the defaults of mcore_rl.train, and not those of the tiny task"

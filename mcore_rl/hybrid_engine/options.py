@@ -30,12 +30,14 @@ class EngineOptions(Parameters):
         "", "vLLM's all-to-all backend if experts span data-parallel ranks; empty: vLLM's default"
     )
     rollout_max_num_seqs: int = param(
-        128, "maximum number of concurrent sequences per engine", above=0
+        128,
+        "maximum number of concurrent sequences per engine; a start chooses it by the plan",
+        above=0,
     )
     rollout_kv_cache_gib: float = param(1.0, "KV cache per CPU rank, in GiB", above=0)
     rollout_gpu_memory_utilization: float = param(
         0.5,
-        "share of GPU memory for vLLM",
+        "share of GPU memory for vLLM; a start chooses it by the plan",
         above=0,
         most=1,
         advice="it is a share of the GPU's memory",

@@ -137,6 +137,12 @@ def _virtual_flag(values: Mapping[str, Any]) -> str:
     raise AssertionError("virtual stages without a flag that asks for them")
 
 
+def longest_row(config: RLConfig, cp_size: int) -> int:
+    """Return the tokens of the longest sample in a packed row, padded for context parallelism."""
+    length = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return round_up(length, chunks_of_sample(cp_size))
+
+
 def check_lengths(
     config: RLConfig, shape: ModelShape, *, cp_size: int = 1, scores_only: bool = False
 ) -> None:
@@ -153,7 +159,7 @@ def check_lengths(
             flag=lengths,
             remedy=f"lower {remedy}",
         )
-    in_row = round_up(length, chunks_of_sample(cp_size))
+    in_row = longest_row(config, cp_size)
     if 0 < config.trainer.max_tokens_per_microbatch < in_row:
         padded = f", which --context-parallel-size {cp_size} pads to {in_row}"
         raise UsageError(

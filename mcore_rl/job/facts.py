@@ -109,6 +109,7 @@ class Source:
     args: argparse.Namespace | None = None
     platform: Platform
     world_size: int = field(default_factory=lambda: int(os.environ.get("WORLD_SIZE", 1)))
+    chosen: tuple[str, ...] = ()  # flags that `choices` added to these
     extra_args: ExtraArgs = all_args  # adds all flags that are not Megatron's own
     parser: argparse.ArgumentParser | None = None  # of `make_parser(extra_args)`, if made already
     # Prompts are scored without responses: --rl-max-response-tokens is then 1, the token that vLLM

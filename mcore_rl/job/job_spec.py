@@ -47,6 +47,7 @@ def spec_of(
         rollout_layout=rollout,
         ranks_per_node=ranks_per_node(config.engine, facts.roles.world_size),
         tokens=tokens,
+        chosen=source.chosen,
         given=as_config(tokens[len(derived.tokens) :], facts.parser),
         flags=reading.flags_of(flags, facts.parser),
         notes=(*_notes(facts, source, config, derived, actor, rollout), *memory_notes),
@@ -79,6 +80,8 @@ def _notes(
         yield f"{why}Megatron runs with: {' '.join(derived.machine)}"
     if derived.defaults:
         yield f"defaults for RL: {' '.join(derived.defaults)}"
+    if source.chosen:
+        yield f"chosen by the plan, and kept if they are given: {' '.join(source.chosen)}"
     parser = megatron_adapter.make_parser()  # without a fork's flags
     yield from notes(facts.given, parser, unread=derived.unread)
     if config.has_engines:

@@ -43,6 +43,11 @@ def make_parser(extra_args: ExtraArgs = all_args) -> argparse.ArgumentParser:
     return parser
 
 
+def asks_for_help(tokens: Sequence[str]) -> bool:
+    """Return whether `answer_help` answers."""
+    return bool({"-h", "--help", HELP_RL} & set(tokens))
+
+
 def answer_help(tokens: Sequence[str], extra_args: ExtraArgs) -> None:
     """Exit after printing the flags, on rank 0, if `tokens` ask for them."""
     is_first = int(os.environ.get("RANK", 0)) == 0
@@ -51,7 +56,7 @@ def answer_help(tokens: Sequence[str], extra_args: ExtraArgs) -> None:
         if is_first:
             print(help_text(), end="")
         sys.exit(0)
-    if {"-h", "--help"} & set(tokens):
+    if asks_for_help(tokens):
         check_versions()
         import_given_files(tokens)
         if is_first:
@@ -92,6 +97,8 @@ def check_needs_no_command_line(args: argparse.Namespace, config: RLConfig) -> N
             flag=f"--rl-reward-model {config.rewards.reward_model}",
             remedy=f"{_BY_US}, or use a server (--rl-reward pooling)",
         )
+    if config.trainer.layout == "auto":
+        raise UsageError(_OUTSIDE, flag="--rl-layout auto", remedy=f"drop it, or {_BY_US}")
     critic = config.critic
     flags = {
         "--rl-critic-tp-size": critic.tp_size,

@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.metadata
+import json
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from mcore_rl.common.platform import find_platform
 from mcore_rl.flags.packages import note_of_admitted_torch
 from mcore_rl.flags.parser import all_args
 from mcore_rl.job import reading
+from mcore_rl.job.choices import choose, with_chosen
 from mcore_rl.job.controllers import start_controllers
 from mcore_rl.job.environment import check_devices, open_store
 from mcore_rl.job.facts import Source
@@ -142,10 +144,20 @@ def job_from_args(
     return _job(args, checked, enter_role(checked.roles, store))
 
 
+def _with_choices(source: Source, store: dist.Store | None) -> Source:
+    """Return the source with the flags that rank 0 chooses. Collective."""
+    is_first = int(os.environ.get("RANK", 0)) == 0
+    chosen = agreed(lambda: choose(source) if is_first else (), store, stage="choices")
+    text = from_rank(0, json.dumps(chosen), store, stage="choices")
+    return with_chosen(source, tuple(json.loads(text)))
+
+
 def _agreed_spec(
     source: Source, also_check: Callable[[JobSpec], None] | None, store: dist.Store | None
 ) -> JobSpec:
     """Return the job once all ranks have resolved and checked the same. Collective."""
+
+    source = _with_choices(source, store)
 
     def check() -> JobSpec:
         checked = resolve(source)

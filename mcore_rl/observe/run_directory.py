@@ -51,6 +51,7 @@ HIGHEST_IS_BEST = (
     "critic/explained_variance",
 )
 LOWEST_IS_BEST = ("kl/rollout_actor", "loss/sft", "loss/dpo", "eval/loss", "time/step_seconds")
+CONFIG_FILE = "config.yaml"
 _MAX_LINE_BYTES = 1 << 20  # of metrics.jsonl and timeline.jsonl
 _MAX_STEP = (1 << 31) - 1
 # What JSON does not escape, and other readers than a JSON parser take for the end of a line.
@@ -130,7 +131,7 @@ class RunDirectory:
             self._note_main(metrics)
         self._metrics = PatientFile(self.folder / "metrics.jsonl")
         self._rollouts = PatientFile(self.folder / "rollouts.jsonl")
-        self._replace("config.yaml", config.text())
+        self._replace(CONFIG_FILE, config.text())
         self._log = _LogHandler(PatientFile(self.folder / "run.log"))
         logging.getLogger("mcore_rl").addHandler(self._log)
         # After the log, which records their messages.

@@ -31,6 +31,8 @@ from mcore_rl.planner.settings import (
     GPU_RESERVED_GB,
     MB,
     MIB,
+    OTHER_NODES_GB_PER_SECOND,
+    OWN_NODE_GB_PER_SECOND,
     EngineSettings,
     Machine,
     Recompute,
@@ -101,8 +103,8 @@ def case_of_run(
         reserved_bytes=int(GPU_RESERVED_GB * GB),
         communicator_bytes=int(COMMUNICATOR_MB * MB),
         host_bytes=_WITHOUT_LIMIT,
-        own_node_rate=1.0,
-        other_nodes_rate=1.0,
+        own_node_rate=OWN_NODE_GB_PER_SECOND * GB,
+        other_nodes_rate=OTHER_NODES_GB_PER_SECOND * GB,
     )
     has_cuda = device_bytes is not None
     return case_of(

@@ -267,6 +267,7 @@ def _config(job: Job) -> RunConfig:
         {
             "command": os.environ.get(COMMAND) or shlex.join(sys.orig_argv),
             "ranks": int(os.environ.get("WORLD_SIZE", 1)),
+            "chosen": shlex.join(job.spec.chosen),  # of `given`, by the plan
             "versions": _versions(),
         },
     )

@@ -49,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tiny": {
         "config": "moonlight-16b-a3b",  # as the tiny model, without YaRN
         "num_layers": 4,
-        "flags": [*preset_flags("tiny"), *preset_flags("tiny-task")],
+        "flags": [*preset_flags("tiny"), *preset_flags("tiny-model"), *preset_flags("tiny-task")],
         "world_size": 4,
         "ranks": list(range(4)),
     },

@@ -53,6 +53,7 @@ def task_flags(checkpoint: Path, run_dir: Path, *more: str) -> list[str]:
     presets = ROOT / "scripts" / "presets"
     return [
         *("--rl-config", str(presets / "tiny.yaml")),
+        *("--rl-config", str(presets / "tiny-model.yaml")),
         *("--rl-config", str(presets / "tiny-task.yaml")),
         *("--rl-hf-checkpoint", str(checkpoint)),
         *("--rl-prompts", str(checkpoint / "prompts" / "train.jsonl")),

@@ -118,7 +118,7 @@ def test_a_server_that_does_not_fit_ends_the_start(
     more = (*SMALL, *ONE, *NO_REPLAY, *flags_of(servers, 1), *flags.split())
     ended = run_job(ranks, task_flags(checkpoint, tmp_path / "run", *more), world_size=1)
     ended.require(2)
-    assert f"--rl-rollout-servers {servers[0].url} {found}" in ended.said
+    assert f"--rl-rollout-servers: {servers[0].url} {found}" in ended.said
     assert f"start its vllm serve with {remedy}" in ended.said
 
 

@@ -128,9 +128,12 @@ def gpu_script(tmp_path: Path) -> Script:
     return Script(tmp_path, num_gpus=8)
 
 
+TINY = ("tiny", "tiny-model", "tiny-task")
+
+
 def tiny_presets(script: Script) -> list[str]:
     folder = script.folder / "scripts" / "presets"
-    return [str(folder / "tiny.yaml"), str(folder / "tiny-task.yaml")]
+    return [str(folder / f"{name}.yaml") for name in TINY]
 
 
 # ----------------------------------------------------------------------------------- one machine
@@ -236,11 +239,30 @@ def test_settings_of_the_tiny_task_are_not_used_for_others(script, flags):
     output = script.output("--dry-run", *flags)
     assert "\n# own checkpoint or prompts: reward, lengths" in f"\n{output}"
     train = script.calls(*flags)[-1]
-    (preset,) = [name for name in train.values("--rl-config") if name != "own.yaml"]
-    assert preset == tiny_presets(script)[0]
+    presets = [name for name in train.values("--rl-config") if name != "own.yaml"]
+    with_layout = "--rl-hf-checkpoint" not in flags
+    assert presets == tiny_presets(script)[: 1 + with_layout]
+    assert train.values("--rl-layout") == ([] if with_layout else ["auto"])
     of_task = yaml.safe_load(preset_file("tiny-task").read_text())
-    assert not of_task.keys() & yaml.safe_load(Path(preset).read_text()).keys()
+    for preset in presets:
+        assert not of_task.keys() & yaml.safe_load(Path(preset).read_text()).keys()
     assert of_task.keys() >= {"rl-max-prompt-tokens", "rl-max-response-tokens", "rl-reward", "lr"}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--tensor-model-parallel-size", "2"],
+        ["--expert-model-parallel-size=2"],
+        ["--rl-layout", "given"],
+        ["--rl-rollout-ranks", "2-3"],
+        ["--rl-config", "own.yaml"],
+    ],
+)
+def test_a_layout_is_chosen_for_an_own_checkpoint_unless_a_part_is_given(script, flags):
+    (script.folder / "own.yaml").write_text("pipeline_model_parallel_size: 2\n")
+    train = script.calls("--rl-hf-checkpoint", "own", *flags)[-1]
+    assert "auto" not in train.values("--rl-layout")
 
 
 def test_own_prompts_are_not_evaluated_on_the_tiny_task(script):
@@ -424,7 +446,7 @@ def preset_file(name: str) -> Path:
 
 def test_all_presets_are_tested_and_large_ones_marked_as_not_run():
     found = {path.stem for path in preset_file("x").parent.iterdir()}
-    assert found == {*PRESETS, "tiny-task"}
+    assert found == {*PRESETS, *TINY}
     for name in ("v2-lite", "v3"):
         assert preset_file(name).read_text().startswith("# PLANNED, NOT RUN. ")
 
@@ -454,7 +476,7 @@ def test_preset_fits_its_model_and_machines(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(published_config(name)))
     shape = read_model_shape(tmp_path, for_planning=has_cuda)  # V3 is published in FP8
 
-    files = [name, "tiny-task"] if name == "tiny" else [name]
+    files = TINY if name == "tiny" else (name,)
     configs = [token for file in files for token in ("--rl-config", str(preset_file(file)))]
     source = Source(
         tokens=configs,

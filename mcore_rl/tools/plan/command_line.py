@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,13 @@ from mcore_rl.planner.settings import (
     BATCHED_TOKENS,
     COMMUNICATOR_MB,
     GB,
+    GPU_MEMORY_GB_PER_SECOND,
     GPU_RESERVED_GB,
+    GPU_TFLOPS,
+    HOST_GB,
     MB,
+    OTHER_NODES_GB_PER_SECOND,
+    OWN_NODE_GB_PER_SECOND,
     USUAL_RANKS_PER_NODE,
     Machine,
 )
@@ -89,14 +94,29 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "tensors: contexts, fragmentation")  # fmt: skip
     add("--communicator-mb", type=float, default=COMMUNICATOR_MB, help="of a device, what NCCL "
         "takes for each communicator: an assumption, 50 to 200 by estimate")  # fmt: skip
-    add("--host-memory-gb", type=float, default=2000.0, help="of a node")
-    add("--intra-node-gb-per-second", type=float, default=400.0, help="of a rank, each way")
-    add("--inter-node-gb-per-second", type=float, default=50.0, help="of a rank, each way")
+    add("--host-memory-gb", type=float, default=HOST_GB, help="of a node")
+    add(
+        "--intra-node-gb-per-second",
+        type=float,
+        default=OWN_NODE_GB_PER_SECOND,
+        help="of a rank, each way",
+    )
+    add(
+        "--inter-node-gb-per-second",
+        type=float,
+        default=OTHER_NODES_GB_PER_SECOND,
+        help="of a rank, each way",
+    )
     add("--expert-load", type=float, default=1.5, help="tokens of the busiest rank's experts over "
         "the mean")  # fmt: skip
     add("--batched-tokens", type=int, default=BATCHED_TOKENS, help="tokens in one step of vLLM")
-    add("--gpu-tflops", type=float, default=400.0, help="achieved in training, for --search")
-    add("--gpu-memory-gb-per-second", type=float, default=3000.0, help="for --search")
+    add("--gpu-tflops", type=float, default=GPU_TFLOPS, help="achieved in training, for --search")
+    add(
+        "--gpu-memory-gb-per-second",
+        type=float,
+        default=GPU_MEMORY_GB_PER_SECOND,
+        help="for --search",
+    )
     add_simulation_flags(parser)
 
 
@@ -112,6 +132,7 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
     the weights or the machine of the run. Raises UsageError."""
     _check_options(options)
     # Imported late, because they import Megatron, which takes seconds.
+    from mcore_rl.job.choices import choose_defaults, choose_layout, with_chosen
     from mcore_rl.job.facts import Refusals, Source
     from mcore_rl.job.reading import make_parser
     from mcore_rl.job.resolver import examine
@@ -121,21 +142,22 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
     rest = expand_config(rest, parser)
     own_flags = ["--rl-ranks-per-node", str(min(USUAL_RANKS_PER_NODE, options.world_size))]
 
-    def examined(*, checks_batches: bool = True) -> Facts:
-        source = Source(
-            tokens=[*own_flags, *rest],
-            platform=_PLANNED_FOR,
-            world_size=options.world_size,
-            parser=parser,
-            read_shape=functools.partial(_read_shape, options.hf_config),
-            has_files=False,
-            is_here=False,
-            checks_batches=checks_batches,
-        )
-        return examine(source, Refusals())
-
+    source = Source(
+        tokens=[*own_flags, *rest],
+        platform=_PLANNED_FOR,
+        world_size=options.world_size,
+        parser=parser,
+        read_shape=functools.partial(_read_shape, options.hf_config),
+        has_files=False,
+        is_here=False,
+    )
     notes = []
-    facts = examined(checks_batches=False)
+
+    def choice(choose: Callable[[Source], tuple[str, ...]]) -> tuple[str, ...]:
+        return choose(replace(source, device_bytes=lambda: int(options.gpu_memory_gb * GB)))
+
+    source = with_chosen(source, choice(choose_layout))
+    facts = examine(replace(source, checks_batches=False), Refusals())
     if not facts.given.keys() & _BATCH_FLAGS:
         assert facts.config and facts.actor, "nothing was refused"
         models = {ACTOR: facts.actor} | ({CRITIC: facts.critic} if facts.critic else {})
@@ -145,9 +167,13 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
                 f"--rl-num-prompts-per-step is taken as {least}, the least number that "
                 f"{' and '.join(sharing)} can share"
             )
-            own_flags += ["--rl-num-prompts-per-step", str(least)]
+            least_flags = ("--rl-num-prompts-per-step", str(least))
+            source = replace(source, tokens=(*least_flags, *source.tokens))
     _check_tries(facts, options)
-    facts = examined()
+    source = with_chosen(source, choice(choose_defaults))
+    facts = examine(source, Refusals())
+    if source.chosen:
+        notes.append(f"chosen by the plan, as a start would: {' '.join(source.chosen)}")
     config, case = facts.config, _case(facts, options)
     assert config is not None, "nothing was refused"
     step = Step(

@@ -176,16 +176,14 @@ def check_stages(shape: ModelShape, pp_size: int, values: Mapping[str, Any]) -> 
 
 def _check_choices_stay(indexer: Indexer, stages: PipelineLayers, pp_size: int) -> None:
     """Refuse a chunk whose first layers need the choice of keys of a layer in another chunk."""
-    for chunk in (chunk for stage in stages for chunk in stage):
-        apart = [layer for layer in chunk if indexer.source_of(layer) not in chunk]
-        if apart:
-            raise UsageError(
-                f"separates layer {apart[0]} from layer {indexer.source_of(apart[0])}, whose "
-                "indexer chooses its keys: Megatron does not send the choice to another stage",
-                flag=f"--pipeline-model-parallel-size {pp_size}",
-                remedy="let every stage begin at a layer with an indexer, by another size or "
-                "--pipeline-model-parallel-layout",
-            )
+    if (layer := indexer.separated(stages)) is not None:
+        raise UsageError(
+            f"separates layer {layer} from layer {indexer.source_of(layer)}, whose indexer chooses "
+            "its keys: Megatron does not send the choice to another stage",
+            flag=f"--pipeline-model-parallel-size {pp_size}",
+            remedy="let every stage begin at a layer with an indexer, by another size or "
+            "--pipeline-model-parallel-layout",
+        )
 
 
 def _stages(shape: ModelShape, pp_size: int, values: Mapping[str, Any]) -> PipelineLayers:

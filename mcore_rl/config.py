@@ -340,7 +340,7 @@ class RLConfig:
             actor=actor,
             critic=critic,
             critic_warmup_steps=self.critic.warmup_steps or 0,
-            max_draws=1 + recipe.max_refills if recipe.dynamic_sampling else 1,
+            max_draws=1 + recipe.max_refills if recipe.replaces_groups else 1,
         )
 
     def num_updates(self, *, of_critic: bool) -> int:

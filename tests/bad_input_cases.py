@@ -32,7 +32,8 @@ from mcore_rl.spec import JobSpec
 from mcore_rl.verify import check_prompts_given
 from tests.bad_input_folder import Change
 
-# A run that is in order; `{here}` is the case's folder.
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+# A run that is in order; `{here}` is the case's folder, `{examples}` that of the repository.
 GOOD = {
     "--rl-hf-checkpoint": "{here}/checkpoint",
     "--rl-prompts": "{here}/prompts.jsonl",
@@ -111,7 +112,11 @@ def table(**groups: Sequence[Case]) -> list[Any]:
 def tokens_of(case: Case, here: Path) -> list[str]:
     flags = {flag: value for flag, value in {**GOOD, **case.flags}.items() if value is not None}
     tokens = [token for pair in flags.items() for token in pair] + case.more.split()
-    return [token.replace("{here}", str(here)) for token in tokens]
+    return [_placed(token, here) for token in tokens]
+
+
+def _placed(text: str, here: Path) -> str:
+    return text.replace("{here}", str(here)).replace("{examples}", str(EXAMPLES))
 
 
 _AGAIN = "again"
@@ -177,7 +182,7 @@ def _assert_advice_helps(
             if way == _AGAIN:
                 shutil.copytree(good, here, dirs_exist_ok=True)
                 of_way, way = replace(case, flags={}, installed={}), ""
-            way = way.replace("{here}", str(here))
+            way = _placed(way, here)
             _install(of_way, patched)
             tokens = _follow(way, tokens_of(of_way, here), patched)
             try:

@@ -63,9 +63,15 @@ def _unread_flags(
             readers = [name for name, parameters in known.items() if hasattr(parameters, key)]
             if not readers or chosen in readers:
                 continue
-            flag = f"{flag_of(key)} {given[key]}"
+            flag, others = f"{flag_of(key)} {given[key]}", " or ".join(readers)
+            if chosen is None:
+                yield UsageError(
+                    f"has no effect without {chooser}",
+                    flag=flag,
+                    remedy=f"drop it, or choose {chooser} {others}",
+                )
+                continue
             if chooser == "--rl-mismatch-correction":
-                others = " or ".join(readers)
                 yield UsageError(
                     f"has no effect with {chooser} {chosen}",
                     flag=flag,
@@ -127,11 +133,11 @@ def _group_problems(
             flag="--rl-num-samples-per-prompt 1",
             remedy="choose 2 or more, or drop --rl-dynamic-sampling",
         )
-    if "max_refills" in given and not parts["dynamic_sampling"]:
+    if "max_refills" in given and not parts["dynamic_sampling"] and parts["group_filter"] is None:
         yield UsageError(
-            "has no effect without --rl-dynamic-sampling",
+            "has no effect without --rl-dynamic-sampling or --rl-group-filter",
             flag=f"--rl-max-refills {given['max_refills']}",
-            remedy="add that, or drop it",
+            remedy="add one of them, or drop it",
         )
 
 

@@ -20,6 +20,7 @@ from mcore_rl.algorithms.mismatch import CORRECTIONS, MismatchConfig, MismatchCo
 from mcore_rl.algorithms.policy_losses import PolicyLossConfig
 from mcore_rl.algorithms.registry import (
     find_advantage_estimator,
+    find_group_filter,
     find_policy_loss,
     owners_by_kind,
     unknown_name,
@@ -122,6 +123,9 @@ class Recipe(Parameters):
     )
     dynamic_sampling: bool = param(
         False, "draw prompts again whose responses all have the same reward (arXiv 2503.14476)"
+    )
+    group_filter: str | None = param(
+        None, "function of --rl-import that decides which groups of responses a step learns from"
     )
     max_refills: int = param(
         10,
@@ -250,6 +254,7 @@ class Algorithm(Recipe):
     advantage_config: Parameters
     policy_loss_parameters: Parameters
     mismatch_config: MismatchConfig
+    group_filter_parameters: Parameters
     kl_target: float | None  # None: the coefficient is constant
     kl_clamp: float | None
     kl_horizon: float
@@ -259,6 +264,11 @@ class Algorithm(Recipe):
     @property
     def needs_reference(self) -> bool:
         return self.kl_place != "none"
+
+    @property
+    def replaces_groups(self) -> bool:
+        """Whether other prompts may be drawn in place of groups."""
+        return self.dynamic_sampling or self.group_filter is not None
 
     @property
     def is_supervised(self) -> bool:
@@ -394,6 +404,8 @@ def resolve_algorithm(name: str, given: Mapping[str, Any]) -> Algorithm:
     parts.update(kl_place=place, kl_coef=coef, kl_estimator=kl_estimator)
     estimator = find_advantage_estimator(parts["advantage"])
     loss = find_policy_loss(parts["policy_loss"])
+    chosen = parts["group_filter"]
+    of_filter = Parameters() if chosen is None else find_group_filter(chosen).parameters
     check_parts(parts, given, kl, estimator, parts_by_flag())
 
     def parameters(part: str, defaults: Parameters) -> Parameters:
@@ -409,6 +421,7 @@ def resolve_algorithm(name: str, given: Mapping[str, Any]) -> Algorithm:
         mismatch_config=MismatchConfig(
             correction, parameters("mismatch_correction", CORRECTIONS[correction])
         ),
+        group_filter_parameters=parameters("group_filter", of_filter),
         kl_target=kl.kl_target,
         kl_horizon=kl.kl_horizon,
         kl_clamp=kl.kl_clamp,

@@ -1,4 +1,5 @@
-"""Registry of advantage estimators and policy losses by name, including a user's own.
+"""Registry of advantage estimators, policy losses and group filters by name, including a user's
+own.
 
 To add one, write a function with a decorator in a file that `--rl-import` names:
 
@@ -14,20 +15,23 @@ To add one, write a function with a decorator in a file that `--rl-import` names
 The object after the name fully defines the parameters (see `mcore_rl.common.parameters`): the flag
 `--rl-my-width`, its check and its default come from it. This module imports torch only when an
 estimator or loss is registered or looked up: reward processes read the user's file, too, and a file
-with rewards only should load quickly.
+with rewards or filters only should load quickly.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.near_names import did_you_mean
 from mcore_rl.common.parameters import Parameters, parameters_of
+from mcore_rl.common.user_code import shortened
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
 
 P = TypeVar("P", bound=Parameters)  # parameters of a function
 _NOTHING_TO_SET = Parameters()
+_MOST_REASONS = 16  # each is a metric
+Group = Sequence[Any]  # the `batching.types.ScoredRollout` of a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,48 @@ class RegisteredPolicyLoss:
     select: Callable[[SelectionInputs, Any], torch.Tensor] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """Decision of a group filter: the step does not learn from the group.
+
+    Example: `Drop("none_correct", refill=True)`.
+    """
+
+    reason: str  # one of the filter's reasons
+    refill: bool = False  # sample another prompt's group in its place, within --rl-max-refills
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredFilter:
+    """Filter of groups, its reasons and its parameters."""
+
+    name: str
+    function: Callable[[Group, Any], Drop | None]
+    reasons: tuple[str, ...]
+    parameters: Parameters = _NOTHING_TO_SET  # its parameters, at their defaults
+
+    def decision(self, group: Group, parameters: Parameters) -> Drop | None:
+        """Return the function's decision on the samples of a prompt; None keeps them. Raises
+        UsageError if the function raises, or returns anything else."""
+        row = group[0].rollout.prompt.index
+        refusal = functools.partial(UsageError, flag=f"--rl-group-filter {self.name}")
+        try:
+            found = self.function(group, parameters)
+        except Exception as error:  # the user sees whatever their function raises
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            raise refusal(
+                f"raised {type(error).__name__}: {shortened(str(error))}, in line {at.lineno} of "
+                f"{at.filename}, for the samples of row {row}",
+                remedy="correct the function",
+            ) from error
+        if found is None or (isinstance(found, Drop) and found.reason in self.reasons):
+            return found
+        raise refusal(
+            f"returned {shortened(repr(found))}, for the samples of row {row}",
+            remedy=f"return None, or Drop with one of its reasons: {', '.join(self.reasons)}",
+        )
+
+
 _BUILT_IN = (
     "mcore_rl.algorithms.estimators",
     "mcore_rl.algorithms.policy_losses",
@@ -76,6 +124,7 @@ _BUILT_IN = (
 )
 _ESTIMATORS: dict[str, RegisteredEstimator] = {}
 _POLICY_LOSSES: dict[str, RegisteredPolicyLoss] = {}
+_GROUP_FILTERS: dict[str, RegisteredFilter] = {}
 
 
 def advantage_estimator(
@@ -129,6 +178,44 @@ def policy_loss(
     return register
 
 
+def group_filter(
+    name: str,
+    parameters: P = _NOTHING_TO_SET,  # type: ignore[assignment]
+    *,
+    reasons: Sequence[str],
+) -> Callable[[Callable[[Group, P], Drop | None]], Any]:
+    """Register the decorated `function(group, parameters) -> Drop | None` for --rl-group-filter.
+
+    `group` are the samples of a prompt with all their rewards, in their order, at least one of them
+    valid. `Drop` leaves them out of the step, None keeps them. `reasons` are all that `Drop` may
+    name: a step has the metric `rollout/filtered/REASON`, a number of groups, for each.
+    `parameters`: see `advantage_estimator`.
+
+    The function is called on one rank of the engine that sampled the group, between two steps of
+    the engine: it must be quick, must not communicate, and must decide in the same way if it is
+    asked again, as a resumed run does. What it raises ends the run.
+
+    Raises ValueError if the name is taken, or for reasons that are not distinct identifiers, at
+    most 16.
+    """
+    if (
+        isinstance(reasons, str)
+        or not 0 < len({*reasons}) == len(reasons) <= _MOST_REASONS
+        or not all(each.isidentifier() for each in reasons)
+    ):
+        raise ValueError(
+            f"reasons of group filter {name!r} are {reasons!r}; give a list of 1 to "
+            f"{_MOST_REASONS} different names, of letters, digits and _"
+        )
+
+    def register(function: Callable[[Group, P], Drop | None]) -> Any:
+        _check_declaration(name, "group filters", _GROUP_FILTERS, function, parameters)
+        _GROUP_FILTERS[name] = RegisteredFilter(name, function, tuple(reasons), parameters)
+        return function
+
+    return register
+
+
 def _check_declaration(
     name: str,
     kind: str,
@@ -138,7 +225,7 @@ def _check_declaration(
 ) -> None:
     """Raise ValueError for a taken name, TypeError for mistakes that dataclasses do not detect."""
     # Check a user's function against the built-in names even if none has been looked up so far.
-    if function.__module__ not in _BUILT_IN:
+    if function.__module__ not in _BUILT_IN and known is not _GROUP_FILTERS:
         _load_built_in()
     if name in known:
         raise ValueError(f"two {kind} are called {name!r}; rename one")
@@ -168,12 +255,26 @@ def find_policy_loss(name: str) -> RegisteredPolicyLoss:
     return _POLICY_LOSSES[name]
 
 
+def find_group_filter(name: str) -> RegisteredFilter:
+    """Return the filter; raise UsageError, with the nearest name, if it does not exist."""
+    if name not in _GROUP_FILTERS:
+        if _GROUP_FILTERS:
+            raise unknown_name("--rl-group-filter", name, "group filter", _GROUP_FILTERS)
+        raise UsageError(
+            "is not known, because no file registers a group filter",
+            flag=f"--rl-group-filter {name}",
+            remedy="give --rl-import with the file that registers it",
+        )
+    return _GROUP_FILTERS[name]
+
+
 def owners_by_kind() -> dict[str, dict[str, Parameters]]:
-    """Return, by flag, the parameters of the estimators and losses registered so far."""
+    """Return, by flag, the parameters of what is registered so far."""
     _load_built_in()
     return {
         "--rl-advantage": {name: each.parameters for name, each in _ESTIMATORS.items()},
         "--rl-policy-loss": {name: each.parameters for name, each in _POLICY_LOSSES.items()},
+        "--rl-group-filter": {name: each.parameters for name, each in _GROUP_FILTERS.items()},
     }
 
 

@@ -10,6 +10,7 @@ register, and the parameters it declares become flags:
 | a reward | `@reward("name")` | `--rl-reward` |
 | a policy loss | `@policy_loss("name", Own())` | `--rl-policy-loss` |
 | an advantage estimator | `@advantage("name", Own())` | `--rl-advantage` |
+| a filter of groups | `@group_filter("name", Own(), reasons=[...])` | `--rl-group-filter` |
 | an algorithm of such parts | `recipe("name", Recipe(...))` | `--rl-algorithm` |
 | generated prompts | `@prompts("name")` | `--rl-prompts`, `--rl-eval-prompts` |
 | a metric | `@metric("name")` | always recorded, as `user/name` |
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     )
     from mcore_rl.algorithms.policy_losses import Clip, DualClip, bounded_ratio
     from mcore_rl.algorithms.recipes import Recipe, recipe
+    from mcore_rl.algorithms.registry import Drop, group_filter, policy_loss
     from mcore_rl.algorithms.registry import advantage_estimator as advantage
-    from mcore_rl.algorithms.registry import policy_loss
     from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
     from mcore_rl.common.errors import UsageError
     from mcore_rl.common.parameters import Parameters, param
@@ -61,6 +62,7 @@ __all__ = [
     "AdvantageOutputs",
     "Clip",
     "Discount",
+    "Drop",
     "DualClip",
     "Environment",
     "EnvironmentPrompt",
@@ -83,6 +85,7 @@ __all__ = [
     "advantage",
     "bounded_ratio",
     "family",
+    "group_filter",
     "masked",
     "metric",
     "param",
@@ -100,7 +103,7 @@ _MODULES = {
     ),
     "mcore_rl.algorithms.policy_losses": ("Clip", "DualClip", "bounded_ratio"),
     "mcore_rl.algorithms.recipes": ("Recipe", "recipe"),
-    "mcore_rl.algorithms.registry": ("advantage", "policy_loss"),
+    "mcore_rl.algorithms.registry": ("Drop", "advantage", "group_filter", "policy_loss"),
     "mcore_rl.algorithms.aggregation": ("Segments", "masked"),
     "mcore_rl.batching.types": ("Prompt", "Rollout", "ScoredRollout"),
     "mcore_rl.common.errors": ("UsageError",),

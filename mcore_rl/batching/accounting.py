@@ -55,7 +55,7 @@ class BatchAccounting:
     num_epochs: int
     num_steps: int  # in the complete run
     sequences: int  # in the complete run
-    max_draws: int  # draws of prompts per step, including the first; 1 without dynamic sampling
+    max_draws: int  # draws of prompts per step, including the first; 1 if none is replaced
     critic_warmup_steps: int  # steps in which the actor has no optimizer step
     actor: ModelAccounting
     critic: ModelAccounting | None
@@ -145,7 +145,7 @@ def describe(accounting: BatchAccounting) -> list[str]:
     lines = [first]
     if a.max_draws > 1:
         lines.append(
-            f"dynamic sampling may draw {a.max_draws} times a step: up to "
+            f"groups may be replaced, in {a.max_draws} times a step's draws: up to "
             f"{_n(a.max_draws * a.sequences_per_step)} sequences, of which "
             f"{_n(a.sequences_per_step)} are kept"
         )

@@ -9,11 +9,13 @@ Shape legend: n samples of the step; r rewards; t tokens of one sample, prompt a
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from mcore_rl.algorithms.registry import Drop
 from mcore_rl.batching.types import ScoredRollout, TopTokens
 from mcore_rl.moe.routing import Routes
 
@@ -44,6 +46,7 @@ class SampleTable:
     has_baseline: np.ndarray  # bool, False if the greedy response has no reward
     oldest_versions: np.ndarray  # int64, version of the weights that sampled its oldest token
     why_not_valid: tuple[str | None, ...]  # `ScoredRollout.why_not_valid`
+    dropped: tuple[Drop | None, ...]  # `ScoredRollout.dropped`
     parts: Mapping[str, np.ndarray] = field(default_factory=dict)  # unweighted; nan: failed
 
     def __len__(self) -> int:
@@ -109,6 +112,7 @@ class SampleTable:
             has_baseline=truths([b is None or b.failure is None for b in baselines]),
             oldest_versions=integers([rollout.oldest_version for rollout in rollouts]),
             why_not_valid=tuple(sample.why_not_valid for sample in scored),
+            dropped=tuple(sample.dropped for sample in scored),
             parts={
                 name: numbers_of([sample.parts.get(name, np.nan) for sample in scored])
                 for name in names
@@ -147,6 +151,7 @@ class SampleTable:
             has_baseline=yes,
             oldest_versions=nothing,
             why_not_valid=tuple(None if each else "not trained on" for each in valid),
+            dropped=(None,) * count,
         )
 
     def take(self, rows: Sequence[int] | np.ndarray) -> SampleTable:
@@ -157,7 +162,8 @@ class SampleTable:
             value = getattr(self, each.name)
             if isinstance(value, np.ndarray):
                 columns[each.name] = value[rows]
-        columns["why_not_valid"] = tuple(self.why_not_valid[row] for row in rows)
+            elif isinstance(value, tuple):
+                columns[each.name] = tuple(value[row] for row in rows)
         columns["parts"] = {name: values[rows] for name, values in self.parts.items()}
         return SampleTable(**columns)  # type: ignore[arg-type]
 
@@ -166,9 +172,13 @@ class SampleTable:
         """Concatenate at least one table."""
         columns: dict[str, object] = {}
         for each in dataclasses.fields(cls):
-            if each.name not in ("why_not_valid", "parts"):
-                columns[each.name] = np.concatenate([getattr(t, each.name) for t in tables])
-        columns["why_not_valid"] = tuple(why for table in tables for why in table.why_not_valid)
+            if each.name == "parts":
+                continue
+            values = [getattr(table, each.name) for table in tables]
+            if isinstance(values[0], tuple):
+                columns[each.name] = tuple(itertools.chain(*values))
+            else:
+                columns[each.name] = np.concatenate(values)
         names = dict.fromkeys(name for table in tables for name in table.parts)
         columns["parts"] = {
             name: np.concatenate([t.parts.get(name, np.full(len(t), np.nan)) for t in tables])

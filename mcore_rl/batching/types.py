@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from mcore_rl.algorithms.registry import Drop
 from mcore_rl.batching.sample_exchange import Division, RowExchange
 from mcore_rl.moe.routing import Routes
 
@@ -179,20 +180,25 @@ class ScoredRollout:
     failure: str | None = None  # why there is no reward; `reward` is then undefined
     parts: Mapping[str, float] = field(default_factory=dict)  # reward name -> unweighted value
     baseline: Baseline | None = None  # if the estimator requests it
+    dropped: Drop | None = None  # what --rl-group-filter has decided on its group
 
     @property
     def is_valid(self) -> bool:
-        """Whether it can be trained on: it has a reward, and a baseline if one is needed."""
+        """Whether it can be trained on: it has a reward, and a baseline if one is needed, and the
+        group filter keeps it."""
         return self.why_not_valid is None
 
     @property
     def why_not_valid(self) -> str | None:
-        """Failure of the sample, its reward or the greedy response's reward; None if valid."""
+        """Failure of the sample, its reward or the greedy response's reward, or why its group is
+        filtered; None if valid."""
         if self.rollout.failure is not None:
             return self.rollout.failure
-        if self.failure is None and self.baseline is not None:
+        if self.failure is not None:
+            return self.failure
+        if self.baseline is not None and self.baseline.failure is not None:
             return self.baseline.failure
-        return self.failure
+        return None if self.dropped is None else f"--rl-group-filter: {self.dropped.reason}"
 
 
 def with_baselines(scored: Sequence[ScoredRollout], sizes: Sequence[int]) -> list[ScoredRollout]:

@@ -141,8 +141,12 @@ def _check_group_sizes(config: RLConfig) -> None:
 
 def _check_first_finished(config: RLConfig) -> None:
     """Check what groups that finish first in a step cannot be combined with."""
-    if not config.recipe.dynamic_sampling or not config.rewards.reward_model:
+    recipe = config.recipe
+    if not recipe.replaces_groups or not config.rewards.reward_model:
         return
+    other = "--rl-dynamic-sampling"
+    if not recipe.dynamic_sampling:
+        other = f"--rl-group-filter {recipe.group_filter}"
     at_a_time = config.rollout.groups_at_a_time
     if at_a_time > 1.0:
         flag, remedy = f"--rl-oversample {at_a_time:g}", "drop one of the three"
@@ -152,9 +156,8 @@ def _check_first_finished(config: RLConfig) -> None:
     else:
         return
     raise UsageError(
-        "cannot be combined with --rl-dynamic-sampling and --rl-reward-model: a reward model "
-        "scores when a step's groups are sampled, too late to replace a group without reward "
-        "differences",
+        f"cannot be combined with {other} and --rl-reward-model: a reward model scores when a "
+        "step's groups are sampled, too late to replace a group",
         flag=flag,
         remedy=remedy,
     )

@@ -143,6 +143,9 @@ def _check_no_reward(config: RLConfig) -> None:
         elif config.recipe.dynamic_sampling:
             found = "cannot be combined with --rl-dynamic-sampling, which drops groups of equal "
             found, remedy = f"{found}rewards", "drop one of the two (--rl-algorithm dapo has it on)"
+        elif config.recipe.group_filter is not None:
+            found = f"leaves --rl-group-filter {config.recipe.group_filter} no rewards to decide by"
+            remedy = "drop one of the two"
         else:
             continue
         flag = f"--rl-reward {rewards[number]}"

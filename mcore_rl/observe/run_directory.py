@@ -186,6 +186,7 @@ class RunDirectory:
                 "reward": scored.reward,
                 "parts": dict(scored.parts),
                 "failure": scored.failure,
+                "filtered": None if scored.dropped is None else scored.dropped.reason,
                 "finish_reason": rollout.finish_reason,
                 "response_tokens": len(rollout.response_token_ids),
                 "turn_tokens": rollout.turn_tokens,

@@ -46,7 +46,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,7 @@ class AdmissionCounts:
     stale: int  # dropped because of their age
     in_flight: int  # started but not finished, or resumed
     waiting: int  # finished but not trained
+    reasons: Mapping[str, int] = field(default_factory=dict)  # of `uninformative`, if they have one
 
 
 class Admission:
@@ -111,6 +112,7 @@ class Admission:
         self._version: int | None = None
         self._is_open = False  # a step has begun and is not decided
         self._num_steps = self._num_started = self._num_uninformative = 0
+        self._reasons: Counter[str] = Counter()
         # Of recent steps, the last one last: see "Groups ahead".
         self._unfinished: deque[int] = deque(maxlen=2 * max_staleness + 4)
         self._is_awaited = False  # trainers wait for the decision
@@ -186,8 +188,9 @@ class Admission:
         self._num_of_version[weight_version] += 1
         self._num_started += 1
 
-    def finish(self, draw: int, *, is_informative: bool = True) -> bool:
+    def finish(self, draw: int, *, is_informative: bool = True, reason: str = "") -> bool:
         """Record that a group has all its responses and rewards. Returns whether it is kept.
+        `reason` is counted if a group without information is discarded.
 
         A group without information is discarded, and another draw admitted, while refills are left;
         otherwise it is kept. False also for a group that `begin_step` has dropped.
@@ -199,6 +202,7 @@ class Admission:
         max_refills = self._groups_per_step * (self._max_refills or 0) * self._num_steps
         if not is_informative and self._num_uninformative < max_refills:
             self._num_uninformative += 1
+            self._reasons.update([reason] if reason else [])
             self._remove(draw)
             self._admit()
             return False
@@ -236,6 +240,7 @@ class Admission:
             stale=len(self._stale),
             in_flight=len(self._versions) - len(self._informative),
             waiting=len(self._informative),
+            reasons=dict(self._reasons),
         )
 
     # Internal

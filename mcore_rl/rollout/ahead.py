@@ -115,7 +115,7 @@ class AheadSampler:
         self._done = {d for d in banked if d < state.next_draw and d not in outstanding}
         self.num_banked = len(banked) - len(self._done)
         self._draws = self._make_draws(state.next_draw, outstanding, num_prompts_per_step)
-        comparison = GroupComparison(recipe, rewards, prompts.keys_of)
+        self._comparison = GroupComparison(recipe, rewards, prompts.keys_of)
         most_groups = (options.staleness_limit + 1) * num_prompts_per_step
         self._scheduler = ContinuousScheduler(
             engine,
@@ -124,7 +124,7 @@ class AheadSampler:
             draws=self._draws,
             bank=self._make_bank(bank, fingerprint),
             rewards=workers.rewards if self._is_leader else None,
-            differs=comparison.samples_differ if recipe.dynamic_sampling else None,
+            select=self._comparison.select if recipe.replaces_groups else None,
             most_groups=math.ceil(most_groups / self._num_tp_groups),
             conversations=workers.conversations,
             banked={draw: each for draw, each in banked.items() if draw >= state.next_draw},
@@ -146,7 +146,7 @@ class AheadSampler:
                 groups_per_step=groups_per_step,
                 max_staleness=options.staleness_limit,
                 next_draw=next_draw,
-                max_refills=recipe.max_refills if recipe.dynamic_sampling else None,
+                max_refills=recipe.max_refills if recipe.replaces_groups else None,
                 drops_stale=self._drops_stale,
                 groups=outstanding,
             )
@@ -232,6 +232,8 @@ class AheadSampler:
             taken if self._is_leader else [],
             self.activity.seconds(SAMPLING),
         )
+        for name, count in self._comparison.filtered([table]).items():
+            metrics[name] = metrics.get(name, 0.0) + count
         if self._drops_stale:
             metrics["rollout/length_bias_tokens"] = length_bias(table, counts)
         return Collected(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +19,9 @@ from mcore_rl.rollout.admission import AdmissionCounts
 from mcore_rl.rollout.pending import environments_by_draw
 from mcore_rl.rollout.segments import OpenGroup
 
-Counts = tuple[int, int, int]  # groups: started, without information, stale
-
+# Groups by the metric that counts them, without rollout/.
+_COUNTED = ("started_groups", "uninformative_groups", "stale_groups")
+_FILTERED = "filtered/"  # and the reason
 _NAME = "ahead.json"
 _MOST_DRAWS = 1 << 53
 
@@ -29,13 +31,14 @@ class AheadState:
     """The draws of a run at a checkpoint.
 
     Example: draws 0 to 39 were admitted, of which 36 and 38 have not been trained on:
-    `AheadState(40, {36: 8, 38: 9}, weight_version=9)`.
+    `AheadState(40, {36: 8, 38: 9}, 9, {"started_groups": 4})`.
     """
 
     next_draw: int  # the first that has never been admitted
     outstanding: dict[int, int] | None  # version at the start; None: nothing was sampled ahead
     weight_version: int | None = None  # of the last step
-    uncounted: Counts = 0, 0, 0  # since the last step, in no step's metrics
+    # Since the last step, in no step's metrics: see `counts_of`.
+    uncounted: dict[str, int] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Write the state into the folder of a checkpoint."""
@@ -53,12 +56,15 @@ class AheadState:
         try:
             facts = parse_json(read_regular(path))
             outstanding = {int(draw): version for draw, version in facts["outstanding"].items()}
-            # Earlier versions did not write `uncounted`.
-            started, uninformative, stale = facts.get("uncounted", (0, 0, 0))
-            uncounted = started, uninformative, stale
+            counts = facts.get("uncounted", {})  # earlier versions wrote a list, or nothing
+            if isinstance(counts, list):
+                counts = dict(zip(_COUNTED, counts, strict=True))
+            uncounted = dict(counts)
+            if not all(name.removeprefix(_FILTERED).isidentifier() for name in uncounted):
+                raise ValueError("it counts something else than groups")
             found = cls(facts["next_draw"], outstanding, facts["weight_version"], uncounted)
             for number in (
-                *(found.next_draw, found.weight_version, *uncounted),
+                *(found.next_draw, found.weight_version, *uncounted.values()),
                 *(*outstanding, *outstanding.values()),
             ):
                 if integer_within(number, 0, _MOST_DRAWS) is None:
@@ -89,6 +95,13 @@ def count_unfinished(folder: Path) -> int:
     return len(environments_by_draw(folder) if outstanding is None else outstanding)
 
 
+def counts_of(admitted: AdmissionCounts) -> Counter[str]:
+    """Return the groups of a run by the metric that counts them, without rollout/."""
+    counts = Counter({_FILTERED + why: count for why, count in admitted.reasons.items()})
+    numbers = admitted.started, admitted.uninformative, admitted.stale
+    return counts + Counter(dict(zip(_COUNTED, numbers, strict=True)))
+
+
 @dataclass(slots=True)
 class AheadMetrics:
     """What is measured between two steps, on a rank of engines."""
@@ -97,18 +110,15 @@ class AheadMetrics:
     num_skipped: int = 0  # versions without a step, after version `last_before`
     last_before: int = 0
     sampling_seconds: float = 0.0  # of the last step, mean of all engines
-    uncounted: Counts = 0, 0, 0  # by the run before, which the next step counts
-    _counted: Counts = 0, 0, 0  # at the end of the last step
-    _before: tuple[Counts, Counts] = (0, 0, 0), (0, 0, 0)  # both, at the beginning of that
+    # By the run before, which the next step counts: see `counts_of`.
+    uncounted: Mapping[str, int] = field(default_factory=dict)
+    _counted: Counter[str] = field(default_factory=Counter)  # at the end of the last step
+    # Both, at the beginning of that.
+    _before: tuple[Mapping[str, int], Counter[str]] = field(default_factory=lambda: ({}, Counter()))
 
-    def since(self, admitted: AdmissionCounts) -> Counts:
+    def since(self, admitted: AdmissionCounts) -> dict[str, int]:
         """Return what the next step counts: what happened since the last one."""
-        now = admitted.started, admitted.uninformative, admitted.stale
-        started, uninformative, stale = (
-            more + at - before
-            for more, at, before in zip(self.uncounted, now, self._counted, strict=True)
-        )
-        return started, uninformative, stale
+        return dict(Counter(self.uncounted) + counts_of(admitted) - self._counted)
 
     def undo(self) -> None:
         """Forget the last step, so that the next one counts the same."""
@@ -130,10 +140,9 @@ class AheadMetrics:
         measured = sampling_seconds, sum(versions), len(versions)
         everywhere = np.array(objects.all_gather(measured))
         seconds, num_versions, num_rollouts = everywhere.sum(axis=0)
-        started, uninformative, stale = self.since(admitted)
+        counts = dict.fromkeys(_COUNTED, 0) | self.since(admitted)
         self._before = self.uncounted, self._counted
-        self.uncounted = 0, 0, 0
-        self._counted = admitted.started, admitted.uninformative, admitted.stale
+        self.uncounted, self._counted = {}, counts_of(admitted)
         self.sampling_seconds = float(seconds) / len(everywhere)
         oldest = table.oldest_versions
         oldest = oldest + self.num_skipped * (oldest <= self.last_before)
@@ -144,7 +153,5 @@ class AheadMetrics:
             "rollout/versions_per_sample": float(num_versions / max(1, num_rollouts)),
             "rollout/groups_in_flight": float(admitted.in_flight),
             "rollout/groups_waiting": float(admitted.waiting),
-            "rollout/started_groups": float(started),
-            "rollout/uninformative_groups": float(uninformative),
-            "rollout/stale_groups": float(stale),
+            **{f"rollout/{name}": float(count) for name, count in counts.items()},
         }

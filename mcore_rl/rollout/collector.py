@@ -5,6 +5,9 @@ in reward (see `comparison`): otherwise no response has an advantage over anothe
 prompts until it has enough, within `--rl-max-refills`. It fills the remaining places with prompts
 whose rewards do not differ, so that every step has the same number of samples.
 
+A group filter (`--rl-group-filter`) replaces groups in the same way, or drops them: a dropped group
+keeps its place, as one whose rewards do not differ does, and is not trained on.
+
 A sample whose reward failed has no reward. It is not compared and not trained on.
 """
 
@@ -101,7 +104,7 @@ class Collector:
             self._curriculum.begin_step()
         self._sample_store.clear()
         self._workers.draft_metrics()  # discard the counts of evaluations
-        if self._recipe.dynamic_sampling:
+        if self._recipe.replaces_groups:
             return self._collect_informative(weight_version, when_few_are_left)
         target = SamplingTarget.of(
             self._num_prompts_per_step, oversample=self._options.groups_at_a_time
@@ -112,7 +115,7 @@ class Collector:
     def _collect_informative(
         self, weight_version: int, when_few_are_left: Callable[[], object]
     ) -> Collected:
-        """Sample a step with dynamic sampling: in one round if groups are replaced during sampling,
+        """Sample a step whose groups may be replaced: in one round if that is done during sampling,
         else in rounds."""
         num_groups, recipe = self._num_prompts_per_step, self._recipe
         places = Counter(self._sizes_of_step())
@@ -135,8 +138,9 @@ class Collector:
             # Another round may follow: do not prefetch training.
             call_back = when_few_are_left if target.compares else None
             for group in _groups_of(self._sample_groups(target, weight_version, call_back)):
-                (kept if self._comparison.differs(group) else uninformative).append(group)
-            if target.compares or not any(group.valid.any() for group in (*kept, *uninformative)):
+                (kept if self._comparison.is_kept(group) else uninformative).append(group)
+            has_valid = (g.valid.any() or g.dropped[0] for g in (*kept, *uninformative))
+            if target.compares or not any(has_valid):
                 break  # if every reward failed, more draws would not help
         taken, surplus = _in_places(kept, places)
         fillers, others = _in_places(uninformative, places - Counter(map(len, taken)))
@@ -148,6 +152,7 @@ class Collector:
             "rollout/refills": (refills + self._counts.refills) / num_groups,
             "rollout/uninformative_share": len(fillers) / num_groups,
             "rollout/dropped_samples": float(self._dropped_samples),
+            **self._comparison.filtered((*kept, *uninformative)),
         }
         table = SampleTable.joined(taken + fillers)
         return self._build_result(table, weight_version, metrics)
@@ -246,12 +251,13 @@ class Collector:
                 target,
                 self._prompt_of,
                 key=f"{self._num_calls}",
-                differs=self._comparison.samples_differ if target.compares else None,
+                select=self._comparison.select if target.compares else None,
                 order_of=self._longest_first,
                 when_few_are_left=when_few_are_left,
             )
         with self._timers("reward"):
-            table, counts = self._workers.settle(groups, self._record_idle_time)
+            select = None if target.compares else self._comparison.select
+            table, counts = self._workers.settle(groups, self._record_idle_time, select=select)
         self.position += counts.num_draws
         self._counts += counts
         self.lengths[table.prompts] = 0

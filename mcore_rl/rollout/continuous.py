@@ -19,9 +19,10 @@ from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.bank import Bank, BankedGroup
+from mcore_rl.rollout.comparison import Selection
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.group_plan import GroupPlan
-from mcore_rl.rollout.groups import Differs, GroupDecision, GroupScheduler
+from mcore_rl.rollout.groups import GroupDecision, GroupScheduler, Select
 from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.rollout.shared_draws import SharedDraws
 from mcore_rl.rollout.stream import StreamActions
@@ -53,7 +54,7 @@ class ContinuousScheduler(GroupScheduler):
         draws: SharedDraws | None,
         bank: Bank | None,
         rewards: RewardStack | None,
-        differs: Differs | None,
+        select: Select | None,
         most_groups: int,
         conversations: Conversations | None = None,
         banked: dict[int, BankedGroup],
@@ -67,12 +68,12 @@ class ContinuousScheduler(GroupScheduler):
             prompt_of,
             dispatcher=None if draws is None else _EndlessDraws(draws),  # type: ignore[arg-type]
             rewards=rewards,
-            differs=_always if differs is None else differs,
+            select=_keep if select is None else select,
             at_once=engine.config.max_num_seqs,
             conversations=conversations,
         )
         self._draws, self._bank, self._banked = draws, bank, banked
-        self._compares = differs is not None
+        self._compares = select is not None
         self._most_groups = most_groups
         self._submitted: dict[int, Request] = {}
         self._cut: list[int] = []  # numbers of responses that `pause` has ended
@@ -230,23 +231,23 @@ class ContinuousScheduler(GroupScheduler):
             super()._store_outcomes(number, outcomes)
 
     def _finish_group(
-        self, group: OpenGroup, *, differs: bool = True, is_valid: bool = True
+        self, group: OpenGroup, *, is_kept: bool = True, is_valid: bool = True
     ) -> None:
         self._finished.add(group.draw)
         if self._writer is None or self._bank is None or group.draw in self._on_disk:
-            self._report(group.draw, differs)
+            self._report(group.draw, is_kept)
             return
         written = self._writer.submit(self._bank.append, group)
-        self._written.append((written, group.draw, differs))
+        self._written.append((written, group.draw, is_kept))
 
     def _report_written(self) -> None:
         """Report groups that are on the disk, or that the disk has rejected, and failed trims."""
         while self._trims and self._trims[0].done():
             self._end_write(self._trims.popleft())
         while self._written and self._written[0][0].done():
-            written, draw, differs = self._written.popleft()
+            written, draw, is_kept = self._written.popleft()
             self._end_write(written)
-            self._report(draw, differs)
+            self._report(draw, is_kept)
 
     def _end_write(self, written: Future[None]) -> None:
         """Wait for a write of the bank. Without the bank, a kill loses groups that no checkpoint
@@ -262,11 +263,12 @@ class ContinuousScheduler(GroupScheduler):
                 )
             self._has_disk_failed = True
 
-    def _report(self, draw: int, differs: bool) -> None:
+    def _report(self, draw: int, is_kept: bool) -> None:
         assert self._draws is not None
-        if draw in self.open:
-            self._draws.finish(draw, is_informative=differs)
+        if (group := self.open.get(draw)) is not None:
+            reason = "" if group.dropped is None else group.dropped.reason
+            self._draws.finish(draw, is_informative=is_kept, reason=reason)
 
 
-def _always(scored: Sequence[ScoredRollout]) -> bool:
-    return True
+def _keep(scored: Sequence[ScoredRollout]) -> Selection:
+    return Selection(True)

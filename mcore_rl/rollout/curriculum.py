@@ -103,7 +103,9 @@ class Curriculum:
         num_draws = position - self._first
         if num_draws:
             self.position_of(position - 1)
-        rows, solved = table.prompts[table.valid], table.rewards[table.valid] >= 1.0
+        # A group that the filter drops has an accuracy, too.
+        counts = table.valid | np.array([each is not None for each in table.dropped])
+        rows, solved = table.prompts[counts], table.rewards[counts] >= 1.0
         drawn, inverse = np.unique(rows, return_inverse=True)
         accuracy = self.state.accuracy.copy()
         shares = np.bincount(inverse, solved) / np.bincount(inverse)

@@ -21,9 +21,11 @@ from pathlib import Path
 import numpy as np
 import torch.distributed as dist
 
+from mcore_rl.algorithms.registry import Drop
 from mcore_rl.batching.table import SampleTable, SampleTokens
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, with_baselines
 from mcore_rl.common import objects
+from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.vllm.drafter import DraftCounts
 from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine
 from mcore_rl.model.layout import RolloutLayout
@@ -40,7 +42,7 @@ from mcore_rl.rollout.dispatch import (
     StepCounts,
 )
 from mcore_rl.rollout.group_plan import GroupPlan
-from mcore_rl.rollout.groups import Differs, GroupScheduler
+from mcore_rl.rollout.groups import GroupScheduler, Select
 from mcore_rl.rollout.options import RolloutOptions
 from mcore_rl.rollout.pending import EngineLimits, read_groups, write_groups
 from mcore_rl.rollout.sample_store import SampleStore
@@ -126,15 +128,15 @@ class RolloutWorkers:
         prompt_of: Callable[[int], Prompt],
         *,
         key: str,
-        differs: Differs | None = None,
+        select: Select | None = None,
         order_of: Callable[[int], tuple[int, ...]] | None = None,
         when_few_are_left: Callable[[], object] | None = None,
     ) -> GroupScheduler:
         """Sample this TP group's part of a step's groups and start their rewards; in rollout mode.
 
         `prompt_of` returns the prompt of one of the run's draws. `key` is unique to this call and
-        the same on all ranks. `differs` compares the rewards of a group, if `target` compares
-        groups. `order_of` returns `GroupPlan.order` for a number of first draws.
+        the same on all ranks. `select` decides on a group with its rewards, if `target`
+        compares groups. `order_of` returns `GroupPlan.order` for a number of first draws.
         """
         plan = dataclasses.replace(
             plan,
@@ -145,7 +147,7 @@ class RolloutWorkers:
         group, num_groups = self._layout.tp_group_index(self._rank), self._layout.num_tp_groups
         counters, numbering = self._counters, (0, 1)
         # The speed of rewards or engines decides which draws are batched together, and when.
-        depends_on_speed = plan.keeps_unfinished or target.takes_first or differs is not None
+        depends_on_speed = plan.keeps_unfinished or target.takes_first or select is not None
         splits_target = self._options.deterministic and depends_on_speed
         if splits_target:
             target = target.share(group, num_groups)
@@ -170,12 +172,12 @@ class RolloutWorkers:
             prompt_of,
             dispatcher=dispatcher if self._is_scorer else None,
             rewards=self.rewards if self._is_scorer else None,
-            differs=differs,
+            select=select,
             at_once=self._num_at_once(resumed, plan.size, num_groups),
             pending=resumed.groups,
             reserved=resumed.reserved,
             stale=resumed.stale,
-            waits=splits_target and differs is not None,
+            waits=splits_target and select is not None,
             conversations=self.conversations,
         )
         run_stream(self._engine, groups, when_few_are_left=when_few_are_left)
@@ -265,14 +267,19 @@ class RolloutWorkers:
         self.pending = self._pending_before
 
     def settle(
-        self, groups: GroupScheduler, waited: Callable[[float], object]
+        self,
+        groups: GroupScheduler,
+        waited: Callable[[float], object],
+        *,
+        select: Select | None = None,
     ) -> tuple[SampleTable, StepCounts]:
         """Wait for the remaining rewards. Return the table of the samples that the step takes from
         all TP groups, in the order of the draws, and the total counts. The samples are in the
         sample store.
 
         `waited` receives the seconds for which this rank was idle while others were still sampling,
-        beyond the time that the slowest rank spent on rewards.
+        beyond the time that the slowest rank spent on rewards. `select` decides on the groups, if
+        that was not done during sampling.
         """
         started = time.perf_counter()
         plan, counts, decision = groups.plan, StepCounts(), None
@@ -283,7 +290,9 @@ class RolloutWorkers:
         if plan.keeps_unfinished:
             self.pending = pending
         seconds = time.perf_counter() - started
-        return self.score(plan, taken, counts, groups.error, seconds=seconds, waited=waited)
+        return self.score(
+            plan, taken, counts, groups.error, seconds=seconds, waited=waited, select=select
+        )
 
     def score(
         self,
@@ -294,11 +303,12 @@ class RolloutWorkers:
         *,
         seconds: float,
         waited: Callable[[float], object],
+        select: Select | None = None,
     ) -> tuple[SampleTable, StepCounts]:
         """Return the table of the samples of `taken` of all TP groups, in the order of the draws,
         and the total counts. `counts` are this TP group's, given on its first rank, like `error`,
         which all ranks raise. `seconds` is the time that this rank has waited for rewards; for
-        `waited` see `settle`."""
+        `waited` and `select` see `settle`."""
         # Greedy responses last: only the samples are trained on.
         taken = sorted(taken, key=lambda group: group.draw)
         places = [(group, index) for group in taken for index in range(len(group.rollouts))]
@@ -316,6 +326,7 @@ class RolloutWorkers:
             [plan.num_samples_of(group) for group in taken],
             outcomes,
             error,
+            [group.dropped for group in taken] if select is None else select,
             seconds=seconds,
             counts=counts,
             waited=waited,
@@ -328,13 +339,15 @@ class RolloutWorkers:
         sizes: Sequence[int],
         outcomes: dict[str, list[Outcome]],
         error: Exception | None,
+        dropped: Sequence[Drop | None] | Select,
         *,
         seconds: float,
         counts: StepCounts,
         waited: Callable[[float], object],
     ) -> tuple[SampleTable, StepCounts]:
-        """Return the table of all TP groups' samples. `sizes` are the samples of each group here.
-        In `rollouts`, greedy responses follow the samples."""
+        """Return the table of all TP groups' samples. `sizes` are the samples of each group here,
+        and `dropped` is what the group filter has decided on each, or decides it. In `rollouts`,
+        greedy responses follow the samples."""
         first = self._sample_store.add([ScoredRollout(each, reward=0.0) for each in rollouts])
         if self._reward_model is not None:
             table, _ = self._join_tables(
@@ -346,8 +359,11 @@ class RolloutWorkers:
             outcomes[REWARD_MODEL] = [scores[row] for row in in_order]
             seconds, waited = 0.0, lambda seconds: None
         if self._is_scorer and error is None:
-            weighed = self.rewards.weigh(rollouts, outcomes)
-            self._sample_store.set_rewards(first, with_baselines(weighed, sizes))
+            scored = with_baselines(self.rewards.weigh(rollouts, outcomes), sizes)
+            try:
+                self._sample_store.set_rewards(first, _filtered(scored, sizes, dropped))
+            except UsageError as failed:  # of the user's group filter
+                error = failed
         samples = self._sample_store.table(first, draws[: sum(sizes)])
         return self._join_tables(samples, error, seconds, counts, waited)
 
@@ -395,3 +411,17 @@ class RolloutWorkers:
         self.rewards.close()
         if self.conversations is not None:
             self.conversations.close()
+
+
+def _filtered(
+    scored: Sequence[ScoredRollout], sizes: Sequence[int], dropped: Sequence[Drop | None] | Select
+) -> list[ScoredRollout]:
+    """Return the samples of groups of these sizes, which the group filter has decided on or, as a
+    function, decides on now, and what follows them."""
+    ends = np.cumsum(sizes, dtype=int).tolist()
+    found: list[ScoredRollout] = []
+    for number, (end, size) in enumerate(zip(ends, sizes, strict=True)):
+        group = scored[end - size : end]
+        drop = dropped(group).dropped if callable(dropped) else dropped[number]
+        found += group if drop is None else [dataclasses.replace(s, dropped=drop) for s in group]
+    return [*found, *scored[len(found) :]]

@@ -23,11 +23,13 @@ from mcore_rl.batching.types import (
     TurnReward,
     with_baselines,
 )
+from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, seed_of
 from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine
 from mcore_rl.rewards.functions import ENVIRONMENT
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
+from mcore_rl.rollout.comparison import Selection
 from mcore_rl.rollout.conversations import Conversations, NextTurn, turns_of
 from mcore_rl.rollout.dispatch import Dispatcher, StepCounts
 from mcore_rl.rollout.group_plan import NO_TOKENS, GroupPlan
@@ -41,7 +43,7 @@ from mcore_rl.rollout.segments import (
 )
 from mcore_rl.rollout.stream import StreamActions
 
-Differs = Callable[[Sequence[ScoredRollout]], bool]
+Select = Callable[[Sequence[ScoredRollout]], Selection]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class GroupScheduler:
         *,
         dispatcher: Dispatcher | None,
         rewards: RewardStack | None,
-        differs: Differs | None,
+        select: Select | None,
         at_once: int,
         pending: Sequence[OpenGroup] = (),
         reserved: frozenset[int] = frozenset(),
@@ -81,16 +83,16 @@ class GroupScheduler:
         conversations: Conversations | None = None,
     ) -> None:
         """`prompt_of` returns the prompt of one of the run's draws, on every rank. Only the first
-        rank of a TP group has `dispatcher`, `rewards` and `conversations`. `differs` compares the
-        rewards of a group; None skips this. At most `at_once` responses are sampled at a time. Of
-        `pending`, the draws in `reserved` are sampled to their end and taken; where groups are
-        compared, only if they differ. `stale` groups have been dropped already. With `waits` the
-        engine takes no step until all finished responses are rewarded, so that the step does not
-        depend on the speed of rewards."""
+        rank of a TP group has `dispatcher`, `rewards` and `conversations`. `select` decides on a
+        group with its rewards; None: all have a place. At most `at_once` responses are sampled at a
+        time. Of `pending`, the draws in `reserved` are sampled to their end and taken; where groups
+        are selected, only if they are kept. `stale` groups have been dropped already. With `waits`
+        the engine takes no step until all finished responses are rewarded, so that the step does
+        not depend on the speed of rewards."""
         self.plan = plan
         self._engine, self._find_prompt = engine, prompt_of
         self._prompts: dict[int, Prompt] = {}  # of open groups, by draw
-        self._dispatcher, self._rewards, self._differs = dispatcher, rewards, differs
+        self._dispatcher, self._rewards, self._select = dispatcher, rewards, select
         self._at_once, self._reserved, self._waits = at_once, reserved, waits
         self._conversations = conversations
         self.open = {group.draw: group for group in pending}
@@ -273,7 +275,7 @@ class GroupScheduler:
         step."""
         for group in sorted(pending, key=lambda each: each.draw not in self._reserved):
             self._continue(group)
-            if group.is_sampled and self._differs is None:
+            if group.is_sampled and self._select is None:
                 self._finish_group(group)
 
     def _continue(self, group: OpenGroup) -> None:
@@ -412,7 +414,7 @@ class GroupScheduler:
         rollout = group.rollouts[index] = replace(rollout, text="\n".join(texts))
         if self._rewards is not None and self.error is None:
             self._tickets[self._rewards.begin(rollout)] = group.draw * self.plan.size + index
-        if group.is_sampled and self._differs is None:
+        if group.is_sampled and self._select is None:
             self._finish_group(group)
 
     def _response(self, group: OpenGroup, index: int) -> Rollout:
@@ -454,29 +456,35 @@ class GroupScheduler:
             self._compare(group)
 
     def _is_rewarded(self, group: OpenGroup) -> bool:
-        return self._differs is not None and len(group.outcomes) == len(group.rollouts)
+        return self._select is not None and len(group.outcomes) == len(group.rollouts)
 
     def _compare(self, group: OpenGroup) -> None:
-        assert self._rewards is not None and self._differs is not None
+        assert self._rewards is not None and self._select is not None
         num_samples, responses = self.plan.num_samples_of(group), range(len(group.rollouts))
         weighed = self._rewards.weigh(
             [rollout for rollout in group.rollouts if rollout is not None],
             {name: [group.outcomes[n][name] for n in responses] for name in self._reward_names},
         )
         scored = with_baselines(weighed, [num_samples])[:num_samples]
+        try:
+            selection = self._select(scored)
+        except UsageError as error:  # of the user's group filter
+            self._fail(error)
+            return
+        group.dropped = selection.dropped
         self._finish_group(
             group,
-            differs=self._differs(scored),
+            is_kept=selection.is_kept,
             is_valid=any(each.is_valid for each in scored),
         )
 
     def _finish_group(
-        self, group: OpenGroup, *, differs: bool = True, is_valid: bool = True
+        self, group: OpenGroup, *, is_kept: bool = True, is_valid: bool = True
     ) -> None:
         assert self._dispatcher is not None
         self._finish_ranks[group.draw] = self._dispatcher.record_group(
             size=self.plan.num_samples_of(group),
-            differs=differs,
+            differs=is_kept,
             is_valid=is_valid,
             is_reserved=group.draw in self._reserved,
         )

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from mcore_rl.algorithms.registry import Drop
 from mcore_rl.batching.types import UNFINISHED, Prompt, Rollout, TopTokens
 from mcore_rl.hybrid_engine.vllm.generation import Completion
 from mcore_rl.moe.routing import Routes
@@ -134,6 +135,7 @@ class OpenGroup:
     environment_outcomes: dict[int, Outcome] = field(default_factory=dict)  # by index
     conversations: dict[int, KeptConversation] = field(default_factory=dict)  # by index
     reward_sources: Mapping[str, str] = field(default_factory=dict)  # of `outcomes`, by reward
+    dropped: Drop | None = None  # by the group filter; not stored, as it is asked again
 
     @classmethod
     def new(cls, draw: int, size: int) -> OpenGroup:

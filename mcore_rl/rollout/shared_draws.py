@@ -40,7 +40,7 @@ class SharedDraws:
         coordinator. `store` is for this run alone."""
         self._store, self._next_draw, self.admission = store, next_draw, admission
         self._held: int | None = None  # a draw that was taken from the counter and is not allowed
-        self._events: list[tuple[str, int, int]] = []  # to be sent
+        self._events: list[tuple[str, int, int, str]] = []  # to be sent
         self._num_read = self._num_decided = self._num_stops = 0
         self._published = next_draw  # the limit in the store
         self._dropped: list[int] = []
@@ -56,11 +56,11 @@ class SharedDraws:
 
     def start(self, draw: int, weight_version: int) -> None:
         """Record that a draw starts here."""
-        self._events.append(("start", draw, weight_version))
+        self._events.append(("start", draw, weight_version, ""))
 
-    def finish(self, draw: int, *, is_informative: bool) -> None:
-        """Record that a group has all responses and rewards."""
-        self._events.append(("finish", draw, int(is_informative)))
+    def finish(self, draw: int, *, is_informative: bool, reason: str = "") -> None:
+        """Record that a group has all responses and rewards, and why it is dropped."""
+        self._events.append(("finish", draw, int(is_informative), reason))
 
     def flush(self) -> None:
         """Send what was recorded; the coordinator reads what others have sent."""
@@ -78,10 +78,10 @@ class SharedDraws:
             if not self._store.check([key]):
                 break  # its sender has counted it and not yet written it
             self._num_read += 1
-            for what, draw, value in json.loads(self._store.get(key)):
+            for what, draw, value, reason in json.loads(self._store.get(key)):
                 if what == "start":
                     admission.start(draw, value)
-                elif not admission.finish(draw, is_informative=bool(value)):
+                elif not admission.finish(draw, is_informative=bool(value), reason=reason):
                     self._dropped.append(draw)
             self._store.delete_key(key)
         self._publish_limit(admission)

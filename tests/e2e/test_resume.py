@@ -52,6 +52,7 @@ RUNS = {
         "--rl-environment calculator --rl-reward environment --rl-max-turns 4 "
         "--rl-max-response-tokens 24 "
         "--rl-algorithm grpo --rl-kl-coef 0.05 --rl-dynamic-sampling --rl-max-refills 2 "
+        "--rl-import {hooks}/picky_filter.py --rl-group-filter picky "
         "--rl-num-mini-batches 2 --moe-router-bias-update-rate 1e-3 --rl-routing-replay r3 "
         "--num-layers-per-virtual-pipeline-stage 1 "
         "--rl-partial-rollouts --rl-oversample 2 --rl-max-staleness 2",
@@ -131,7 +132,7 @@ def run(
     # Megatron-FSDP refuses one queue to the device.
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"} if "fsdp" in flags else {}
     if ends_after is not None:
-        tokens += ["--rl-import", str(HOOKS / "end_at_step.py")]
+        tokens += ["--rl-import", str(HOOKS / "end_at_step.py"), str(HOOKS / "picky_filter.py")]
         environment["MCORE_RL_TEST_END_AT_STEP"] = str(ends_after)
     if goes_on:
         tokens += ["--load", str(folder / "checkpoints")]
@@ -164,7 +165,10 @@ def runs(
     if "{task}" in flags:
         load_script("calculator_task").write_prompts(folder / "task", 0)
     flags = flags.format(
-        trained=folder / "before" / "checkpoints", sources=sources, task=folder / "task"
+        trained=folder / "before" / "checkpoints",
+        sources=sources,
+        task=folder / "task",
+        hooks=HOOKS,
     )
     whole = run(ranks, warmed_checkpoint, folder / "whole", num_ranks, flags)
     again = functools.partial(
@@ -194,6 +198,16 @@ def test_responses_were_pending_at_the_checkpoint_and_continued(runs: tuple[Run,
     groups = [group for file in saved.glob("group_*.safetensors") for group in groups_in(file)]
     assert groups and any(group["conversations"] for group in groups)
     assert [resumed.metrics[step]["rollout/failures"] for step in range(NUM_STEPS)] == [0] * 4
+
+
+def test_a_group_filter_decides_the_same_again(runs: tuple[Run, Run, Run]) -> None:
+    """`assert_same_metrics` compares the counts of the runs."""
+    _, _, resumed = runs
+    if "rollout/filtered/odd" not in resumed.metrics[0]:
+        pytest.skip("this run has no filter")
+    for reason in ("odd", "fifth"):
+        counts = [resumed.metrics[n][f"rollout/filtered/{reason}"] for n in range(NUM_STEPS)]
+        assert sum(counts[SAVED_AT:]) > 0
 
 
 def groups_in(file: Path) -> list[dict[str, Any]]:

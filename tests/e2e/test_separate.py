@@ -164,6 +164,7 @@ AHEAD: dict[str, tuple[str, int, int]] = {
     "remax, dynamic sampling, r3, two engines, sources": (
         "--rl-algorithm remax --rl-dynamic-sampling --rl-max-refills 2 --rl-routing-replay r3 "
         "--rl-stale-rollouts drop "
+        f"--rl-import {HOOKS}/picky_filter.py --rl-group-filter picky "
         f"--expert-model-parallel-size 2 --rl-rollout-ranks 2-3 {SETS}",
         4,
         3,
@@ -218,6 +219,13 @@ def test_engines_that_sample_ahead_train_every_draw_once_and_in_time(
     dropped = sum(step["rollout/uninformative_groups"] for step in metrics)
     left = end["next_draw"] - len({*draws, *map(int, end["outstanding"])})
     assert left >= dropped and (left > 0) == ("dynamic" in case)
+    if "dynamic" in case:
+        replaced, left_out = (
+            sum(step[f"rollout/filtered/{reason}"] for step in metrics)
+            for reason in ("odd", "fifth")
+        )
+        assert 0 < replaced <= dropped + sum(row["filtered"] == "odd" for row in rows) / 4
+        assert 0 < left_out == sum(row["filtered"] == "fifth" for row in rows) / 4
     if "sources" in case:
         for step in (0, 2, 4, 5):
             assert_pass_at_k_of_each_set(seeded_metrics(tmp_path / "run")[step])

@@ -34,6 +34,7 @@ def restored_tables() -> Iterator[None]:
     tables: list[dict] = [
         registry._ESTIMATORS,
         registry._POLICY_LOSSES,
+        registry._GROUP_FILTERS,
         user_code._IMPORTED,
         recipes.RECIPES,
         families.FAMILIES,

@@ -30,11 +30,11 @@ from tests.unit.test_groups import (
     SIZE,
     ScriptedEngine,
     ScriptedRewards,
-    differs,
     lengths,
     log_probs_of,
     plan,
     prompt_of,
+    select,
 )
 
 NUM_GROUPS, MOST_PER_TURN = 2, 5
@@ -236,7 +236,7 @@ class Run:
                 draws=draws,
                 bank=bank,  # type: ignore[arg-type]
                 rewards=rewards(),  # type: ignore[arg-type]
-                differs=differs if compares else None,
+                select=select if compares else None,
                 most_groups=-(-NUM_GROUPS * (most + 1) // num_engines),
                 conversations=self._conversations() if turns else None,
                 banked={

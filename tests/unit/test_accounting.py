@@ -146,7 +146,8 @@ def test_description_of_a_packed_run_with_a_critic() -> None:
     assert lines == [
         "a step: 16 prompts x 8 samples = 128 sequences of up to 1,024 tokens, in 1 mini-batch of "
         "128, 1 epoch",
-        "dynamic sampling may draw 4 times a step: up to 512 sequences, of which 128 are kept",
+        "groups may be replaced, in 4 times a step's draws: up to 512 sequences, of which 128 are "
+        "kept",
         "actor: 8 data-parallel ranks with 16 sequences of a mini-batch each, in packed "
         "micro-batches of at most 4,096 tokens: 1 at least and 4 with all sequences at full "
         "length, that is 8 to 32 a step on all ranks; 1 optimizer step a step",

@@ -31,40 +31,45 @@ def table(*lengths: int) -> SampleTable:
 
 
 def admitted(started: int, uninformative: int, stale: int) -> AdmissionCounts:
-    return AdmissionCounts(started, uninformative, stale, in_flight=0, waiting=0)
+    """All that are replaced but the first are filtered."""
+    reasons = {"short": uninformative - 1} if uninformative > 1 else {}
+    return AdmissionCounts(started, uninformative, stale, 0, 0, reasons)
 
 
 def counted(metrics: AheadMetrics, now: AdmissionCounts) -> list[float]:
-    """Started, replaced and stale groups in the metrics of a step."""
+    """Started, replaced, stale and filtered groups in the metrics of a step."""
     found = metrics.of_step(table(3), 1, now, [], 0.0)
     names = ("started", "uninformative", "stale")
-    return [found[f"rollout/{name}_groups"] for name in names]
+    short = found.get("rollout/filtered/short", 0)
+    return [*(found[f"rollout/{name}_groups"] for name in names), short]
 
 
 def test_a_resumed_run_counts_the_groups_since_the_last_step_of_the_one_before(
     tmp_path: Path,
 ) -> None:
     before = AheadMetrics()
-    assert counted(before, admitted(12, 2, 0)) == [12, 2, 0]
+    assert counted(before, admitted(12, 2, 0)) == [12, 2, 0, 1]
     later = admitted(17, 5, 1)  # at the checkpoint
     AheadState(20, {19: 3}, 3, before.since(later)).write(tmp_path)
     state = AheadState.read(tmp_path, 0)
-    assert state == AheadState(20, {19: 3}, 3, (5, 3, 1))
+    uncounted = {"filtered/short": 3, "started_groups": 5, "uninformative_groups": 3}
+    assert state == AheadState(20, {19: 3}, 3, {**uncounted, "stale_groups": 1})
     after = AheadMetrics(uncounted=state.uncounted)
-    assert counted(after, admitted(4, 1, 0)) == [9, 4, 1]
-    assert counted(after, admitted(6, 1, 2)) == [2, 0, 2]
-    assert counted(before, later) == [5, 3, 1], "as if there had been no checkpoint"
+    assert counted(after, admitted(4, 1, 0)) == [9, 4, 1, 3]
+    assert counted(after, admitted(6, 1, 2)) == [2, 0, 2, 0]
+    assert counted(before, later) == [5, 3, 1, 3], "as if there had been no checkpoint"
 
 
 def test_a_step_that_is_repeated_is_counted_again() -> None:
-    metrics = AheadMetrics(uncounted=(1, 1, 0))
-    assert counted(metrics, admitted(4, 0, 0)) == [5, 1, 0]
-    assert counted(metrics, admitted(9, 2, 1)) == [5, 2, 1]
+    metrics = AheadMetrics(uncounted={"started_groups": 1, "uninformative_groups": 1})
+    assert counted(metrics, admitted(4, 0, 0)) == [5, 1, 0, 0]
+    assert counted(metrics, admitted(9, 2, 1)) == [5, 2, 1, 1]
     metrics.undo()
-    assert metrics.since(admitted(11, 2, 1)) == (7, 2, 1)
+    found = metrics.since(admitted(11, 2, 1))
+    assert [found["started_groups"], found["filtered/short"], found["stale_groups"]] == [7, 1, 1]
 
 
-def test_a_checkpoint_of_an_earlier_version_counts_nothing(tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     state = AheadState(20, {19: 3}, 3)
     state.write(tmp_path)
     file = tmp_path / "ahead.json"
@@ -72,9 +77,14 @@ def test_a_checkpoint_of_an_earlier_version_counts_nothing(tmp_path: Path) -> No
     del facts["uncounted"]
     file.write_text(json.dumps(facts))
     assert AheadState.read(tmp_path, 0) == state
+    file.write_text(json.dumps({**facts, "uncounted": [5, 3, 1]}))
+    counts = {"started_groups": 5, "uninformative_groups": 3, "stale_groups": 1}
+    assert AheadState.read(tmp_path, 0).uncounted == counts
 
 
-@pytest.mark.parametrize("wrong", [3, [1, 2], [1, 2, -1], [1, 2, 0.5], "123"])
+@pytest.mark.parametrize(
+    "wrong", [3, [1, 2], [1, 2, -1], [1, 2, 0.5], "123", {"filtered/a b": 1}, {"x": -1}]
+)
 def test_other_counts_are_refused(tmp_path: Path, wrong: object) -> None:
     facts = {"next_draw": 20, "outstanding": {}, "weight_version": 3, "uncounted": wrong}
     (tmp_path / "ahead.json").write_text(json.dumps(facts))

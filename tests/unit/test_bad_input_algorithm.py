@@ -10,6 +10,8 @@ import pytest
 from tests.bad_input_cases import Case, assert_refused, parse_cases, table
 from tests.bad_input_folder import reward_model, write
 
+pytestmark = pytest.mark.usefixtures("restored_tables")  # of --rl-import
+
 PARTS_TEXT = """
 unknown_algorithm: --rl-algorithm grop
     --rl-algorithm grop ... did you mean grpo? ... dapo
@@ -23,6 +25,19 @@ kl_in_both_places: --rl-kl-coef 0.1 --rl-kl-in-reward
 dynamic_sampling_of_one_sample: --rl-algorithm ppo --rl-dynamic-sampling
     --rl-num-samples-per-prompt 1 ... choose 2 or more
     => --rl-num-samples-per-prompt 2 | drop --rl-dynamic-sampling
+filter_that_no_file_registers: --rl-group-filter solvable
+    --rl-group-filter solvable is not known ... give --rl-import with the file that registers it
+    => --rl-import {examples}/own_parts/filter.py
+unknown_filter: --rl-import {examples}/own_parts/filter.py --rl-group-filter solvabel
+    --rl-group-filter solvabel is not a known group filter (did you mean solvable?) ... solvable
+    => --rl-group-filter solvable
+parameter_of_no_filter: --rl-import {examples}/own_parts/filter.py --rl-solved-by arithmetic
+    --rl-solved-by arithmetic has no effect without --rl-group-filter ... drop it
+    => --rl-group-filter solvable | drop --rl-solved-by
+refills_of_nothing: --rl-max-refills 3
+    --rl-max-refills 3 has no effect without --rl-dynamic-sampling or --rl-group-filter ... drop it
+    => --rl-dynamic-sampling | --rl-import {examples}/own_parts/filter.py --rl-group-filter solvable
+    | drop --rl-max-refills
 group_of_one: --rl-num-samples-per-prompt 1
     --rl-num-samples-per-prompt 1 leaves nothing to learn from ... choose 2 or more
     => --rl-num-samples-per-prompt 2
@@ -186,6 +201,10 @@ none_and_a_reward: --rl-reward none,arithmetic --rl-teacher {here}/checkpoint
 none_with_selected_groups: --rl-reward none --rl-teacher {here}/checkpoint --rl-dynamic-sampling
     --rl-reward none cannot be combined with --rl-dynamic-sampling ... drop one
     => drop --rl-dynamic-sampling
+none_with_filtered_groups: --rl-reward none --rl-teacher {here}/checkpoint
+  --rl-import {examples}/own_parts/filter.py --rl-group-filter solvable
+    --rl-reward none leaves --rl-group-filter solvable no rewards ... drop one
+    => drop --rl-group-filter
 """)
 REWARDS = parse_cases("""
 weights_of_another_number: --rl-reward-weights 1,2

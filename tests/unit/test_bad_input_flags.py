@@ -14,6 +14,8 @@ from mcore_rl.megatron.hf_files import EXPORT_MARKER
 from tests.bad_input_cases import Case, assert_refused, parse_cases, table
 from tests.bad_input_folder import reward_model, write
 
+pytestmark = pytest.mark.usefixtures("restored_tables")  # of --rl-import
+
 
 def template_of_one_turn(here: Path) -> None:
     file = here / "checkpoint" / "chat_template.jinja"
@@ -157,6 +159,11 @@ groups_compared_by_a_reward_model: {one_each} --rl-dynamic-sampling
     => world 3 --rl-max-staleness 0 --rl-reward-ranks 2 --rl-reward-model {here}/scores | drop
     --rl-dynamic-sampling world 3 --rl-reward-ranks 2 --rl-reward-model {here}/scores
     | drop --rl-reward-model --rl-reward arithmetic
+groups_filtered_by_a_reward_model: {one_each} --rl-import {examples}/own_parts/filter.py
+  --rl-group-filter solvable --rl-reward model --rl-reward-model {here}/checkpoint
+    --rl-max-staleness 1 cannot be combined with --rl-group-filter solvable and --rl-reward-model
+    ... give --rl-max-staleness 0, or drop either of the other two
+    => drop --rl-group-filter world 3 --rl-reward-ranks 2 --rl-reward-model {here}/scores
 keys_of_nothing: {one_each} --rl-max-staleness 0 --rl-kv-after-update keep
     --rl-kv-after-update keep has no effect ... give --rl-max-staleness 1 or more, or drop it
     => --rl-max-staleness 1
@@ -199,6 +206,7 @@ SEPARATE = parse_cases(
         "ranks_of_the_reward_model": reward_model,
         "reward_model_on_the_actors_ranks": reward_model,
         "groups_compared_by_a_reward_model": reward_model,
+        "groups_filtered_by_a_reward_model": reward_model,
     },
 )
 VALUES = parse_cases(

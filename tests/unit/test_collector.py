@@ -20,6 +20,7 @@ from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rollout.collector import Collected, Collector
+from mcore_rl.rollout.comparison import Selection
 from mcore_rl.rollout.curriculum import Curriculum
 from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, SamplingTarget, StepCounts
 from mcore_rl.rollout.group_plan import GroupPlan
@@ -59,7 +60,7 @@ class ScriptedWorkers:
         prompt_of: Callable[[int], Prompt],
         *,
         key: str,
-        differs: Callable[[Sequence[ScoredRollout]], bool] | None = None,
+        select: Callable[[Sequence[ScoredRollout]], Selection] | None = None,
         order_of: Callable[[int], tuple[int, ...]],
         when_few_are_left: Any = None,
     ) -> tuple[list[list[ScoredRollout]], Dispatcher]:
@@ -75,11 +76,10 @@ class ScriptedWorkers:
                 for number in range(plan.size_of(prompt))
             ]
             groups.append(with_baselines(both, [num_samples])[:num_samples])
-            if differs is not None:
+            if select is not None:
                 is_valid = any(sample.is_valid for sample in groups[-1])
-                dispatcher.record_group(
-                    size=num_samples, differs=differs(groups[-1]), is_valid=is_valid
-                )
+                is_kept = select(groups[-1]).is_kept
+                dispatcher.record_group(size=num_samples, differs=is_kept, is_valid=is_valid)
         assert dispatcher.is_exhausted
         self.calls.append(
             {
@@ -98,6 +98,8 @@ class ScriptedWorkers:
         self,
         groups: tuple[list[list[ScoredRollout]], Dispatcher],
         waited: Callable[[float], object],
+        *,
+        select: Any,
     ) -> tuple[SampleTable, StepCounts]:
         waited(self.seconds_waited)
         found, dispatcher = groups

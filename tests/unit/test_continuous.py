@@ -30,6 +30,7 @@ from tests.unit.continuous_run import (
     long_lengths,
 )
 from tests.unit.test_groups import (
+    EQUAL,
     SIZE,
     OtherRewards,
     ScriptedRewards,
@@ -73,6 +74,10 @@ def test_every_draw_is_trained_once_with_unbroken_responses(seed: int) -> None:
     ]
     assert any(mixed)
     assert (len(run.dropped) > 0) == compares
+    counts = run.admission.counts()
+    assert counts.reasons == ({"equal": counts.uninformative} if compares else {})
+    left = [group.dropped for _, group in run.trained.values()]
+    assert {*left} <= {None, EQUAL}  # once no refill is left
 
 
 @pytest.mark.parametrize("seed", range(6))

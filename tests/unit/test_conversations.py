@@ -123,7 +123,7 @@ def run_groups(
         prompt_of,
         dispatcher=Dispatcher(target, LocalCounters(), "step"),
         rewards=rewards,  # type: ignore[arg-type]
-        differs=None,
+        select=None,
         at_once=ROOM,
         pending=pending,
         conversations=conversations,

@@ -15,10 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore_rl.algorithms.registry import Drop
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, with_baselines
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling
 from mcore_rl.rewards.parts import weighed
 from mcore_rl.rewards.worker import Outcome
+from mcore_rl.rollout.comparison import Selection
 from mcore_rl.rollout.dispatch import Counters, Dispatcher, LocalCounters, SamplingTarget
 from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.groups import GroupScheduler
@@ -28,6 +30,7 @@ from mcore_rl.rollout.stream import run_stream
 ROOM = 6
 SIZE = 3
 MAX_TOKENS = 40
+EQUAL = Drop("equal", refill=True)
 
 
 class ScriptedEngine:
@@ -162,6 +165,11 @@ def differs(scored: Sequence[ScoredRollout]) -> bool:
     return len({sample.reward for sample in scored}) > 1
 
 
+def select(scored: Sequence[ScoredRollout]) -> Selection:
+    """Replace a group whose rewards do not differ, as a group filter."""
+    return Selection(True) if differs(scored) else Selection(False, EQUAL)
+
+
 def lengths(seed: int) -> Callable[[int], int]:
     return lambda number: random.Random(f"{seed} {number}").randint(1, 12)
 
@@ -191,7 +199,7 @@ def sampled(
             places=Counter(changes.get("sizes", ())),
         ),
         rewards=rewards,  # type: ignore[arg-type]
-        differs=differs if target.compares else None,
+        select=select if target.compares else None,
         at_once=at_once,
         pending=pending,
         reserved=reserved,
@@ -379,7 +387,7 @@ def test_long_response_ends_soon_after_other_engines_have_enough() -> None:
         prompt_of,
         dispatcher=here,
         rewards=ScriptedRewards(float),  # type: ignore[arg-type]
-        differs=None,
+        select=None,
         at_once=2 * SIZE,
     )
     step = engine.step

@@ -10,7 +10,7 @@ import json
 import math
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -21,8 +21,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from mcore_rl.algorithms import registry
+from mcore_rl.algorithms.registry import Drop, group_filter
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
+from mcore_rl.common.parameters import Parameters
 from mcore_rl.config import RLConfig
 from mcore_rl.hybrid_engine.vllm.generation import Completion
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
@@ -45,6 +48,18 @@ _PATIENT_SECONDS = 120.0
 _MAX_POLLS = 60_000
 
 
+def varied(group: Sequence[ScoredRollout], parameters: Parameters) -> Drop | None:
+    rewards = {sample.reward for sample in group if sample.is_valid}
+    return None if len(rewards) > 1 else Drop("equal", refill=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered() -> Iterator[None]:
+    group_filter("varied", reasons=["equal"])(varied)
+    yield
+    del registry._GROUP_FILTERS["varied"]
+
+
 @dataclass(frozen=True)
 class Options:
     """Options of a run; `options` generates only valid combinations."""
@@ -57,6 +72,7 @@ class Options:
     max_staleness: int = 2
     stale_rollouts: str = "finish"
     dynamic: bool = False
+    by_filter: bool = False  # a group filter replaces groups in place of dynamic sampling
     max_refills: int = 2
     deterministic: bool = False
     algorithm: str = "grpo"
@@ -83,7 +99,8 @@ class Options:
                 "stale_rollouts": self.stale_rollouts,
             }
         if self.dynamic:
-            given |= {"dynamic_sampling": True, "max_refills": self.max_refills}
+            given |= {"group_filter": "varied"} if self.by_filter else {"dynamic_sampling": True}
+            given |= {"max_refills": self.max_refills}
         return RLConfig.of(**given)
 
     @property
@@ -105,7 +122,8 @@ class Options:
         return random.Random(f"{self.seed} teaches {draw}").random() < self.informative_share
 
     def differs(self, draw: int) -> bool:
-        return len(self.rewards(draw)) > 1
+        found = self.rewards(draw)  # the filter is not asked about a group without a reward
+        return len(found) > 1 or (self.by_filter and not found)
 
     def rewards(self, draw: int) -> set[float]:
         """Return the distinct valid rewards of a group; empty if its baseline has no reward."""
@@ -129,6 +147,7 @@ def options(draw: st.DrawFn) -> Options:
         max_staleness=draw(st.integers(1, 3)),
         stale_rollouts=draw(st.sampled_from(["finish", "drop"])),
         dynamic=dynamic,
+        by_filter=dynamic and draw(st.booleans()),
         max_refills=draw(st.integers(0, 3)),
         deterministic=draw(st.booleans()),
         algorithm=draw(st.sampled_from(["grpo", "remax", "reinforce_pp"])),
@@ -396,6 +415,13 @@ class Run:
         options, num = self.options, self.options.num_samples
         if options.dynamic:
             assert metrics["rollout/dropped_samples"] == len(dropped) * num
+        if options.by_filter:
+            useless = {draw for draw in hand - pending if not options.differs(draw)}
+            filtered, kept = metrics["rollout/filtered/equal"], np.isin(table.draws, [*useless])
+            assert len(useless & {*taken}) <= filtered <= len(useless)
+            if not options.partial and options.config.rollout.groups_at_a_time == 1.0:
+                assert filtered == len(useless)  # no other group was stopped
+            assert not table.valid[kept].any()
         if options.partial:
             assert metrics["rollout/pending_groups"] == len(pending)
             ages = self.version - table.oldest_versions
@@ -452,9 +478,15 @@ def test_first_sample_of_a_run_is_shown_once() -> None:
     assert len(response) == first.table.response_lengths[0]
 
 
-def test_reserved_group_that_does_not_differ_is_replaced() -> None:
+@pytest.mark.parametrize("by_filter", [False, True])
+def test_reserved_group_that_does_not_differ_is_replaced(by_filter: bool) -> None:
     limit = Options(
-        partial=True, dynamic=True, max_staleness=1, max_refills=10, informative_share=0.4
+        partial=True,
+        dynamic=True,
+        by_filter=by_filter,
+        max_staleness=1,
+        max_refills=10,
+        informative_share=0.4,
     )
     for seed in range(6):
         with Run(Options(**{**vars(limit), "seed": seed, "num_engines": 1 + seed % 2})) as run:
@@ -462,13 +494,15 @@ def test_reserved_group_that_does_not_differ_is_replaced() -> None:
                 assert run.step().metrics["rollout/uninformative_share"] == 0.0
 
 
+@pytest.mark.parametrize("by_filter", [False, True])
 @pytest.mark.parametrize("max_refills", [0, 1, 2])
-def test_rounds_of_a_reward_model_respect_max_refills(max_refills: int) -> None:
+def test_rounds_of_a_reward_model_respect_max_refills(max_refills: int, by_filter: bool) -> None:
     for seed in range(8):
         with Run(
             Options(
                 groups=5,
                 dynamic=True,
+                by_filter=by_filter,
                 reward_model=True,
                 max_refills=max_refills,
                 informative_share=0.3,
@@ -483,6 +517,7 @@ def test_rounds_of_a_reward_model_respect_max_refills(max_refills: int) -> None:
 @given(options())
 @example(Options(num_engines=2, oversample=2.5, dynamic=True, informative_share=0.0, fails=1.0))
 @example(Options(num_engines=3, partial=True, dynamic=True, deterministic=True, groups=5))
+@example(Options(num_engines=2, partial=True, dynamic=True, by_filter=True, deterministic=True))
 @example(Options(num_engines=4, groups=1, oversample=1.9, deterministic=True, seed=16))
 def test_counters_and_limits_equal_the_reference(options: Options) -> None:
     with Run(options) as run:

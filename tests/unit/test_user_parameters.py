@@ -255,6 +255,7 @@ SIGNATURES = {
     "needs_reward_parts)",
     "bounded_ratio": "(log_ratio)",
     "family": "(table)",
+    "group_filter": "(name, parameters, *, reasons)",
     "masked": "(loss_mask, values)",
     "metric": "(name)",
     "param": "(default, help, *, least, most, above, below, choices, advice)",
@@ -270,6 +271,7 @@ FIELDS = {
     "Clip": "clip_eps_lower clip_eps_upper",
     "Discount": "gamma",
     "EnvironmentPrompt": "text answer row seed",
+    "Drop": "reason refill",
     "DualClip": "clip_eps_lower clip_eps_upper dual_clip",
     "Family": "model_type class_name models spelt_out also_refused fixed latent_attention "
     "sparse_attention qk_norm qkv_bias norms_whole_projection linear_biases attention_sinks "
@@ -283,14 +285,14 @@ FIELDS = {
     "Recipe": "advantage policy_loss parameters loss_aggregation loss_constant kl_place kl_coef "
     "kl_estimator entropy_coef entropy_target entropy_step value_clip_eps "
     "mismatch_correction score_centering off_policy_threshold old_log_probs num_samples_per_prompt "
-    "dynamic_sampling max_refills overlong_buffer_tokens overlong_buffer_share "
+    "dynamic_sampling group_filter max_refills overlong_buffer_tokens overlong_buffer_share "
     "missing_eos_penalty mask_truncated reward_clip trains_on",
     "Response": "text token_ids turn finish_reason",
     "Rollout": "prompt sample_index text response_token_ids rollout_log_probs finish_reason "
     "weight_version routes failure is_generated weight_versions turn_rewards top_tokens",
     "Router": "num_experts also_called expert_size score_function always_normalizes methods "
     "gated_shared_size shared_size layer_types shared_experts scaling_factor",
-    "ScoredRollout": "rollout reward failure parts baseline",
+    "ScoredRollout": "rollout reward failure parts baseline dropped",
     "Segments": "sample_ids loss_mask counts",
     "SelectionInputs": "old_log_probs advantages loss_mask random global_sum",
     "StepResult": "observation reward done",

@@ -240,11 +240,9 @@ def not_simulated(config: RLConfig) -> Iterator[str]:
             f"the greedy response to each prompt of --rl-advantage {recipe.advantage} is not "
             f"simulated: engines sample {num_samples + 1} responses to a prompt, not {num_samples}"
         )
-    if recipe.dynamic_sampling:
-        yield (
-            "--rl-dynamic-sampling is not simulated: engines also sample the groups that are "
-            "replaced"
-        )
+    if recipe.replaces_groups:
+        flag = "--rl-dynamic-sampling" if recipe.dynamic_sampling else "--rl-group-filter"
+        yield f"{flag} is not simulated: engines also sample the groups that are replaced"
     if config.data.eval_prompts is not None and config.evaluation.eval_interval:
         yield "evaluations are not simulated"
     if config.environments.environment is not None:

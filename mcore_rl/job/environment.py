@@ -5,7 +5,10 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import shutil
+import sysconfig
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_rl.common.agreement import leave_with
@@ -71,6 +74,18 @@ def open_store() -> Store | None:
         return _store()
     except UsageError as error:
         leave_with(error)
+
+
+def use_own_toolkit() -> None:
+    """Name the CUDA compiler and the ninja of this Python's packages to FlashInfer, which compiles
+    kernels while an engine starts, and which vLLM leaves out without them. What the environment
+    names is left as it is."""
+    own = Path(sysconfig.get_path("purelib"), "nvidia").glob("cu*/bin/nvcc")
+    if not {"CUDA_HOME", "CUDA_PATH"} & os.environ.keys() and (found := max(own, default=None)):
+        os.environ["CUDA_HOME"] = str(found.parent.parent)
+    scripts = sysconfig.get_path("scripts")
+    if shutil.which("ninja") is None and shutil.which("ninja", path=scripts):
+        os.environ["PATH"] = os.pathsep.join(filter(None, [os.environ.get("PATH"), scripts]))
 
 
 def join_store() -> Store:

@@ -43,7 +43,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.kills import memory_kills
 from mcore_rl.common.run_output import keep_output_from_raising
 from mcore_rl.flags.parser import HELP_RL
-from mcore_rl.job.environment import check_num_tasks
+from mcore_rl.job.environment import check_num_tasks, use_own_toolkit
 from mcore_rl.launch import cleanup, ending
 from mcore_rl.launch.flags import check_flags, meeting_place, port_fault
 from mcore_rl.launch.folder import temporary_folder
@@ -110,6 +110,7 @@ def _prepare(args: argparse.Namespace) -> None:
     # torchrun would set it, too, but print a banner.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
+    use_own_toolkit()
     check_flags(args)
     num_nodes = torchrun.parse_min_max_nnodes(args.nnodes)[1]
     if num_nodes == 1:

@@ -642,3 +642,39 @@ def test_launch_is_refused_if_started_more_than_once_per_node(
     assert code == 2
     assert f"{name} {count}" in err and "--ntasks-per-node=1" in err
     assert not list(launcher.folder.glob("ran.*"))
+
+
+@pytest.mark.parametrize("given", [None, "/opt/cuda"])
+def test_ranks_get_the_compiler_of_the_packages_unless_another_is_named(
+    given: str | None, tmp_path: Path
+) -> None:
+    """FlashInfer looks for nvcc in CUDA_HOME and for ninja in PATH."""
+    toolkit, ninja = tmp_path / "nvidia" / "cu13", tmp_path / "ninja"
+    (toolkit / "bin").mkdir(parents=True)
+    for file in (toolkit / "bin" / "nvcc", ninja):
+        file.touch(mode=0o755)
+    rank = tmp_path / "rank.py"
+    rank.write_text(
+        "import os, shutil\nprint(os.environ['CUDA_HOME'], shutil.which('ninja'), flush=True)"
+    )
+    program = f"""
+        import sys, sysconfig
+        from mcore_rl.launch.launcher import main
+        find = sysconfig.get_path
+        own = ("purelib", "scripts")
+        sysconfig.get_path = lambda name, *a: {str(tmp_path)!r} if name in own else find(name, *a)
+        sys.exit(main(["--nproc-per-node", "1", {str(rank)!r}]))
+    """
+    environment = {
+        **os.environ,
+        "PATH": str(tmp_path / "none"),
+        **({"CUDA_HOME": given} if given else {}),
+    }
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.stdout.split() == [given or str(toolkit), str(ninja)], ended.stderr

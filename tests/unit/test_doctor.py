@@ -190,10 +190,18 @@ def test_visible_gpus_are_compared_with_the_ranks_of_a_machine(
     assert ("sees" if level == "green" else "LOCAL_RANK 1") in report.findings[-1].found
 
 
+def test_without_a_world_size_the_visible_gpus_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    report, device = Report(), Device("H100", 80 << 30, 0, (9, 0))
+    gpus = Gpus((device,) * 4, num_visible=2)
+    examine_machine(report, Request(), None, gpus, {})
+    assert report.findings[-1].found == "each process sees 2 GPUs, for 2 ranks"
+    assert Gpus((device,)).num_ranks == 1
+
+
 @pytest.mark.parametrize(
     ("tokens", "sentence"),
     [
-        (["--", "--lr", "1"], "--world-size is missing"),
         (["--world-size", "0"], "--world-size 0 must be greater than 0"),
         (["--world-size", "two"], "invalid int value: 'two'"),
         (

@@ -936,9 +936,10 @@ def test_incomplete_folder_is_a_finding_and_no_check_fails(
     spoil(here / "checkpoint")
     flags = {} if with_prompts else {"--rl-prompts": None}
     tokens = tokens_of(Case("case", [], flags=flags), here)
-    report, request = Report(), Request(tuple(tokens), world_size=2)
+    report, request = Report(), Request(tuple(tokens))  # of this machine
     examine_machine(report, request, examine_job(report, request, Gpus(), {}), Gpus(), {})
     reds = found_of(report.findings, "red")
     assert any("checkpoint" in each for each in reds), reds
+    assert any("without --world-size, a job of 1 rank" in each.found for each in report.findings)
     said = " ".join(finding.found for finding in report.findings)
     assert "this check failed" not in said and "all complete" not in said

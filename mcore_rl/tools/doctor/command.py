@@ -49,9 +49,9 @@ def main(options: argparse.Namespace, others: Sequence[str]) -> int:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the doctor's own flags; all others are the job's."""
-    parser.usage = "mcore-rl doctor [options] [--world-size N -- flags of mcore_rl.train]"
+    parser.usage = "mcore-rl doctor [options] [-- flags of mcore_rl.train]"
     parser.description = (
-        "Check this installation, and with --world-size a command line, before a GPU is used. "
+        "Check this installation, and a command line if there is one, before a GPU is used. "
         "Exit code 0 if nothing is red, 1 if something is, 2 for a wrong use."
     )
     parser.epilog = (
@@ -60,7 +60,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "bytes."
     )
     add = parser.add_argument
-    add("--world-size", type=int, help="number of ranks of the job")
+    add(
+        "--world-size",
+        type=int,
+        help="number of ranks of the job (default: the GPUs of this machine that are visible, or "
+        "one process)",
+    )
     add("--json", action="store_true", help="print the findings as JSON")
     add("--gpu-memory-gb", type=float, help="memory of a device (default: this machine's)")
     add(
@@ -81,9 +86,6 @@ def _request(options: argparse.Namespace, others: Sequence[str]) -> Request:
     if not options.gpu_reserved_gb >= 0:
         flag = f"--gpu-reserved-gb {options.gpu_reserved_gb}"
         raise UsageError("must be at least 0", flag=flag, remedy=CORRECT)
-    if job and options.world_size is None:
-        remedy = "give the number of ranks of the job"
-        raise UsageError("is missing", flag="--world-size", remedy=remedy)
     gpu_bytes, host_bytes = (None if size is None else int(size * GB) for size in sizes)
     return Request(
         tokens=job,

@@ -6,6 +6,7 @@ created: devices are queried through NVML, by torch as well.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import tempfile
@@ -79,6 +80,8 @@ def _examine_installation(report: Report) -> tuple[Gpus, bool]:
         import torch
 
         has_torch, torch_cuda = True, torch.version.cuda
+        if gpus.devices:
+            gpus = dataclasses.replace(gpus, num_visible=torch.cuda.device_count())
     with report.catching(VERSIONS):
         report.findings += check_versions(
             installed_versions(), gpus, torch_cuda=torch_cuda, vllm_wants=vllm_requirements()
@@ -126,9 +129,9 @@ def examine_machine(
     report: Report, request: Request, job: Job | None, gpus: Gpus, environment: Mapping[str, str]
 ) -> None:
     """Examine ports, limits, space and network for the ranks of the job on this machine; without a
-    job, for one rank per GPU."""
+    job, for one rank per visible GPU."""
     if request.world_size is None:
-        ranks = world_size = max(1, len(gpus.devices))
+        ranks = world_size = gpus.num_ranks
     else:
         world_size = request.world_size
         per_node = job.config.engine.ranks_per_node if job else 0

@@ -37,7 +37,7 @@ class Request:
     """Input of the doctor. Without a job it checks the installation and the machine only."""
 
     tokens: tuple[str, ...] = ()  # the job's flags
-    world_size: int | None = None
+    world_size: int | None = None  # None: of this machine, a rank for each GPU that is visible
     gpu_memory_bytes: int | None = None  # of a device, instead of the detected size
     gpu_reserved_bytes: int = 0
     host_memory_bytes: int | None = None

@@ -25,16 +25,22 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Gpus:
-    """All GPUs of the machine, regardless of CUDA_VISIBLE_DEVICES."""
+    """All GPUs of the machine, visible or not."""
 
     devices: tuple[Device, ...] = ()
     driver: str = ""
     driver_cuda: tuple[int, int] = (0, 0)  # the newest CUDA that the driver supports
+    num_visible: int = 0  # of the devices, to a process here, as by CUDA_VISIBLE_DEVICES
 
     @property
     def smallest_bytes(self) -> int | None:
         """Memory of the smallest device; None without a device."""
         return min((device.total_bytes for device in self.devices), default=None)
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks of a job on this machine, if nothing else is said: one per visible device."""
+        return max(1, self.num_visible)
 
 
 def find_gpus() -> Gpus:

@@ -62,7 +62,11 @@ def examine_job(
     report: Report, request: Request, gpus: Gpus, environment: Mapping[str, str]
 ) -> Job | None:
     """Examine the flags and all that they name; None if the flags of a run cannot be read."""
-    world_size = request.world_size or 1
+    world_size = request.world_size or gpus.num_ranks
+    if request.world_size is None:
+        each = "one for each visible GPU" if gpus.num_visible else "as no GPU is visible"
+        what = f"without --world-size, a job of {plural(world_size, 'rank')} is examined, {each}"
+        report.findings.append(green(FLAGS, what))
     facts = None
     with report.catching(FLAGS), properties_from_nvml(gpus), _environment_kept():
         facts = check_flags(

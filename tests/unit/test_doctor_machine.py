@@ -195,6 +195,12 @@ def test_latent_attention_without_a_fused_kernel_is_yellow(
     assert_one(found, level, "192 and 128" if level else "")
 
 
+def test_a_vllm_without_flashinfer_is_yellow() -> None:
+    on, off = versions.check_flashinfer(True, "/opt/cuda"), versions.check_flashinfer(False, None)
+    assert (on.level, off.level) == ("green", "yellow") and "/opt/cuda" in on.found
+    assert "CUDA_HOME" in off.remedy and "ninja" in off.remedy
+
+
 def test_gpus_are_read_through_functions_that_nvml_has(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is no driver here, so the binding's functions are only looked up."""
     from vllm.third_party import pynvml

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mcore_rl.common.machine import machine_memory
+from mcore_rl.job.environment import use_own_toolkit
 from mcore_rl.planner.settings import USUAL_RANKS_PER_NODE
 from mcore_rl.tools.doctor.finding import (
     FLAGS,
@@ -47,7 +48,12 @@ from mcore_rl.tools.doctor.space import (
     check_saves,
     check_shared_memory,
 )
-from mcore_rl.tools.doctor.versions import check_versions, installed_versions, vllm_requirements
+from mcore_rl.tools.doctor.versions import (
+    check_flashinfer,
+    check_versions,
+    installed_versions,
+    vllm_requirements,
+)
 
 if TYPE_CHECKING:
     from mcore_rl.tools.doctor.job import Job
@@ -88,6 +94,8 @@ def _examine_installation(report: Report) -> tuple[Gpus, bool]:
         )
     if not has_torch:
         return gpus, False
+    if torch_cuda is not None and gpus.devices:
+        report.add(VERSIONS, _flashinfer)
     report.add(PATCHES, _megatron_patches)
     can_start = not report.has_red(PATCHES)
     report.add(PATCHES, _vllm_patches)
@@ -97,6 +105,13 @@ def _examine_installation(report: Report) -> tuple[Gpus, bool]:
         what = "the command line and what it names are not examined: Megatron cannot be imported"
         report.findings.append(red(FLAGS, what, "correct the installation first"))
     return gpus, can_start
+
+
+def _flashinfer() -> Iterator[Finding]:
+    from vllm.utils.flashinfer import has_flashinfer
+
+    use_own_toolkit()  # as the launcher
+    yield check_flashinfer(has_flashinfer(), os.environ.get("CUDA_HOME"))
 
 
 def _megatron_patches() -> Iterator[Finding]:

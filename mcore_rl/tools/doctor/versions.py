@@ -175,6 +175,17 @@ def _extras(versions: Mapping[str, str]) -> Iterator[Finding]:
     yield green(VERSIONS, "Apex with its kernels" if has_apex else without)
 
 
+def check_flashinfer(is_used: bool, compiler: str | None) -> Finding:
+    """Report whether vLLM uses FlashInfer; `compiler` is CUDA_HOME."""
+    if is_used:
+        where = f" with the compiler in {compiler}" if compiler else ""
+        return green(VERSIONS, f"vLLM uses FlashInfer, which compiles its kernels{where}")
+    what = "vLLM does not use FlashInfer, whose kernels are not there and cannot be compiled: "
+    what += "engines may be slower"
+    remedy = f"set CUDA_HOME to a CUDA toolkit with nvcc, with ninja in PATH, or {SETUP}"
+    return yellow(VERSIONS, what, remedy)
+
+
 def check_attention(
     shape: ModelShape, gpus: Gpus, *, has_flash_attention: bool
 ) -> Iterator[Finding]:

@@ -75,6 +75,13 @@ FLOAT32_HEAD = Capability(
     since_cuda="0.32.0",
 )
 
+FLOAT32_ROUTERS = Capability(
+    # patches/vllm/routers_in_float32.py changes a layer that 0.28 has for few models.
+    "choose experts by logits in float32 for every model",
+    since_cpu="0.32.0",
+    since_cuda="0.32.0",
+)
+
 LORA_LAYERS = Capability(
     # On CPU 0.28, 0.30 and 0.32 were run; on CUDA none was, and older ones were not looked at.
     "exchange adapters in LoRA layers in place",

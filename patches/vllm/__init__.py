@@ -3,8 +3,8 @@
 vLLM calls it in its front end, engine core and workers. Most repairs are for the CPU build (one is
 torch's) and are not applied on CUDA. Of the others, `loaders_without_a_name` is applied if a reload
 uses names, `rank_map` if an engine is started with a rank map, and `answers_after_failure`,
-`routes_on_every_rank`, `step_without_drafts`, `experts_one_by_one` and `aborts_in_order` to the
-versions they name.
+`routers_in_float32`, `routes_on_every_rank`, `step_without_drafts`, `experts_one_by_one` and
+`aborts_in_order` to the versions they name.
 `VLLM_PLUGINS=` starts vLLM without them.
 """
 
@@ -31,6 +31,7 @@ def patches() -> tuple[Patch, ...]:
         rank_map,
         repack_experts_on_reload,
         rotary_embedding_of_heads,
+        routers_in_float32,
         routes_on_every_rank,
         seeds_of_cut_prompts,
         shared_memory_names,
@@ -46,6 +47,7 @@ def patches() -> tuple[Patch, ...]:
         repack_experts_on_reload,
         expert_parallel_on_cpu,
         sigmoid_router_on_cpu,
+        routers_in_float32,
         rotary_embedding_of_heads,
         mla_prefill_together,
         model_info_here,

@@ -133,8 +133,9 @@ def test_replay_brings_trainer_and_engine_together(results: dict[str, Any]) -> N
     for rank in results["deepseek_v3"]:
         found = rank["mismatch"]
         assert found["replayed_share"] == 1.0
-        assert 0.001 < found["disagreement"] < 0.2
-        assert found["given"] <= 0.6 * found["free"], found
+        # With routers in bfloat16 (patches/vllm/routers_in_float32.py) 0.088 and 0.0141.
+        assert 0.001 < found["disagreement"] < 0.03
+        assert found["given"] < 0.8 * found["free"] < 0.006, found
         assert found["permuted"] > 1.3 * found["free"], found
 
 

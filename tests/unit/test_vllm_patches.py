@@ -289,6 +289,55 @@ print(json.dumps([left, is_torchvision_available()]))
 """
 
 
+ROUTERS = """
+import json, tempfile, torch
+from types import SimpleNamespace as Named
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import init_distributed_environment, initialize_model_parallel
+from vllm.model_executor.models import qwen3_moe
+from mcore_rl.patches.registry import apply_patch
+from mcore_rl.patches.vllm import routers_in_float32
+
+torch.set_default_dtype(torch.bfloat16)
+torch.manual_seed(3)
+x, weight = torch.randn(512, 256), torch.randn(128, 256) / 16
+
+# A block of Qwen3-MoE without its experts, which get the router.
+seen = []
+qwen3_moe.FusedMoEFactory = lambda **given: seen.append(given["gate"])
+text = Named(hidden_size=256, num_experts=128, num_experts_per_tok=8, moe_intermediate_size=32,
+             norm_topk_prob=True)
+whole = VllmConfig()
+
+def chosen():
+    qwen3_moe.Qwen3MoeSparseMoeBlock(whole, prefix="mlp")
+    gate = seen.pop()
+    gate.weight.data.copy_(weight)
+    gate.quant_method.process_weights_after_loading(gate)
+    logits, _ = gate(x)
+    return logits.dtype, logits.topk(8, sorted=False).indices.sort().values
+
+exact = (x.double() @ weight.double().T).topk(8, sorted=False).indices.sort().values
+with set_current_vllm_config(whole), tempfile.NamedTemporaryFile() as file:
+    init_distributed_environment(1, 0, f"file://{file.name}", 0, "gloo")
+    initialize_model_parallel()
+    whole.model_config = Named(hf_text_config=text)
+    for is_patched in (False, True):
+        if is_patched:
+            assert apply_patch(routers_in_float32.PATCH)
+        dtype, found = chosen()
+        print(json.dumps([str(dtype), (found != exact).any(dim=1).float().mean().item()]))
+"""
+
+
+@pytest.mark.slow
+def test_experts_are_those_of_float32_logits_with_the_patch(ranks: RankPool):
+    """Top 8 of 128, in the block of Qwen3-MoE."""
+    before, after = before_and_after(ranks, ROUTERS)
+    assert before[0] == "torch.bfloat16" and before[1] > 0.02
+    assert after == ["torch.float32", 0.0]
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     importlib.util.find_spec("torchvision") is not None, reason="torchvision is installed"

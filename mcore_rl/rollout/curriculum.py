@@ -104,7 +104,8 @@ class Curriculum:
         if num_draws:
             self.position_of(position - 1)
         # A group that the filter drops has an accuracy, too.
-        counts = table.valid | np.array([each is not None for each in table.dropped])
+        is_dropped = np.array([each is not None for each in table.dropped], dtype=np.bool_)
+        counts = table.valid | (is_dropped & table.has_reward & ~table.has_failed)
         rows, solved = table.prompts[counts], table.rewards[counts] >= 1.0
         drawn, inverse = np.unique(rows, return_inverse=True)
         accuracy = self.state.accuracy.copy()

@@ -13,7 +13,7 @@ from mcore_rl.observe.run_directory import read_metrics
 from tests.dist.test_value_model import reward_model
 from tests.e2e import kill_runs
 from tests.e2e.kill_runs import Setting
-from tests.e2e.recipe import SMALL, metrics_of, run_job, task_flags
+from tests.e2e.recipe import HOOKS, SMALL, metrics_of, run_job, task_flags
 from tests.rank_pool import RankPool
 from tests.vllm_servers import RECEIVES, VLLMServer, running, two_engines, until
 
@@ -93,6 +93,20 @@ def test_servers_that_score_canaries_otherwise_get_no_requests(
     for server in servers:
         assert f"{server.url}: canary prompt" in ended.said
     assert "none was left" in ended.said
+
+
+def test_controllers_ask_the_group_filter(
+    checkpoint: Path, servers: list[VLLMServer], ranks: RankPool, tmp_path: Path
+) -> None:
+    more = [*SMALL, *ONE, *NO_REPLAY, *flags_of(servers, 1), "--rl-num-steps", "3"]
+    more += ["--rl-import", str(HOOKS / "picky_filter.py"), "--rl-group-filter", "picky"]
+    more += ["--rl-num-logged-rollouts", "1000"]
+    run_job(ranks, task_flags(checkpoint, tmp_path / "run", *more), world_size=1).require(0)
+    steps = [step for step in metrics_of(tmp_path / "run") if "reward/mean" in step]
+    rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").open()]
+    for reason in ("odd", "fifth"):
+        trained = sum(row["filtered"] == reason for row in rows) / 4
+        assert 0 < sum(step[f"rollout/filtered/{reason}"] for step in steps) >= trained
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from mcore_rl.data.tokenizer_process import (
 
 logger = logging.getLogger(__name__)
 
-_FORMAT = 8
+_FORMAT = 9
 _ROWS_PER_BATCH = 4096
 _CHARACTERS_PER_BATCH = 1 << 20  # a tokenizer takes 200 MB for these
 _DIGEST_BYTES = 16
@@ -283,7 +283,7 @@ def _columns(row: PromptRow, made: Tokenised) -> Iterator[Any]:
     yield least or len(ids)
     yield max(ids, default=-1)
     yield cut
-    yield [*left_out, *row.media]
+    yield left_out
     yield spans
     content = json.dumps([*texts, ids, *([spans] if spans else ())]).encode()
     yield hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()

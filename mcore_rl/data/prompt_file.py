@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from mcore_rl.batching.types import Answer
@@ -34,9 +35,9 @@ from mcore_rl.data.messages import (
 from mcore_rl.data.tokenizer_process import ChatTemplate
 
 _ROWS_PER_BATCH = 4096
+_ROWS_WITH_MEDIA = 64  # each of them may have megabytes
 _JSON_SUFFIXES = (".jsonl", ".json")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-_NOT_READ = object()  # placeholder for a value of bytes
 _TOOLS, _DOCUMENTS, _KWARGS = "tools", "documents", "chat_template_kwargs"  # columns
 
 
@@ -92,7 +93,6 @@ class PromptRow(NamedTuple):
     tools: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None
     kwargs: dict[str, Any] | None = None  # for the chat template, for this row
-    media: tuple[str, ...] = ()  # columns with images and the like, which the model does not get
     response: str | None = None  # of a demonstration without chat template
     taught: tuple[int, ...] = ()  # messages of a demonstration that are learned, from 0
     problem: str = ""  # why the row cannot be used and is skipped; it has no columns then
@@ -282,14 +282,17 @@ def _read_parquet(source: PromptSource) -> Iterator[tuple[str, dict[str, Any]]]:
                     bad_row(dataclasses.replace(source, skips_bad_rows=False), "its schema", error)
             for column in schema:
                 _check_depth(column, source)
-            # Without images and the like, which make up most of such a file.
-            columns = [f.name for f in schema if f.name in wanted or not _is_bytes(f.type)]
-            media = {name: _NOT_READ for name in MEDIA_COLUMNS if name in schema.names}
-            number = 0
-            for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=columns):
-                for fields in batch.to_pylist(maps_as_pydicts="lossy"):
+            # Of images and the like it is enough to know whether there are any.
+            of_bytes = {f.name for f in schema if f.name not in wanted and _is_bytes(f.type)}
+            media = [name for name in MEDIA_COLUMNS if name in of_bytes]
+            columns = [name for name in schema.names if name not in of_bytes or name in media]
+            number, num_rows = 0, _ROWS_WITH_MEDIA if media else _ROWS_PER_BATCH
+            for batch in file.iter_batches(batch_size=num_rows, columns=columns):
+                given = {name: _has_value(batch.column(name)) for name in media}
+                rows = batch.drop_columns(media).to_pylist(maps_as_pydicts="lossy")
+                for index, fields in enumerate(rows):
                     number += 1
-                    yield f"row {number}", media | fields
+                    yield f"row {number}", fields | {n: True for n in media if given[n][index]}
     except (pa.ArrowException, UnicodeDecodeError, OSError) as error:
         raise UsageError(
             f"cannot be read as Parquet ({error})",
@@ -312,6 +315,14 @@ def _check_depth(column: pa.Field, source: PromptSource) -> None:
         waiting += [(kind.field(n).type, depth + 1) for n in range(kind.num_fields)]
 
 
+def _has_value(column: pa.Array) -> list[bool]:
+    """Return for each row whether the column has a value other than an empty list."""
+    if isinstance(column, pa.ListArray | pa.LargeListArray):
+        lengths = pc.fill_null(pc.list_value_length(column), 0)
+        return [bool(length) for length in lengths.to_pylist()]
+    return list(column.is_valid().to_pylist())
+
+
 def _is_bytes(kind: pa.DataType) -> bool:
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return _is_bytes(kind.value_type)
@@ -322,8 +333,12 @@ def _is_bytes(kind: pa.DataType) -> bool:
 
 def _checked_row(fields: dict[str, Any], source: PromptSource, place: str) -> PromptRow:
     """Return a row. Raises RejectedRow."""
-    media = tuple(name for name in MEDIA_COLUMNS if fields.get(name))
-    columns = {name: value for name, value in fields.items() if value is not _NOT_READ}
+    for name in MEDIA_COLUMNS:
+        if fields.get(name):
+            raise RejectedRow(
+                f"it has {name}, which no model gets here",
+                "remove such rows, or skip them by --rl-bad-rows skip",
+            )
     is_parquet = source.path.suffix == ".parquet"
     answer: Answer = ""  # demonstrations have none
     if source.responses is None:
@@ -346,7 +361,7 @@ def _checked_row(fields: dict[str, Any], source: PromptSource, place: str) -> Pr
     ]
     tools = checked_tools(for_template[0], _TOOLS)
     kwargs = checked_kwargs(for_template[2], f"column {_KWARGS!r}")
-    row = PromptRow(place, found.prompt, answer, columns, media=media)
+    row = PromptRow(place, found.prompt, answer, fields)
     if not source.use_chat_template:
         _refuse_without_template(found.prompt, tools, kwargs)
         return row._replace(response=found.response)

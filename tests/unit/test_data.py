@@ -469,8 +469,8 @@ def test_nested_columns_reach_rewards(
     """The layout of verl's files."""
     row = {**VERL_ROW, "reward_model": {"style": "rule", "ground_truth": answer}}
     if name.endswith("parquet"):
-        images = [[b"\xff"]]  # which no reward is given
-        table = pa.Table.from_pylist([row]).append_column("images", pa.array(images))
+        raw = pa.array([[b"\xff"]])  # which no reward is given
+        table = pa.Table.from_pylist([row]).append_column("raw", raw)
         pq.write_table(table, tmp_path / name)
     else:
         write_lines(tmp_path / name, [row])

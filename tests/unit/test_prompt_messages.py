@@ -376,15 +376,29 @@ def test_unusable_columns_are_refused_with_row(columns, problem, tmp_path):
         check_prompts(PromptSource(path, 100, use_chat_template=False))
 
 
-def test_columns_of_images_are_logged(folder, tmp_path, caplog):
-    rows = [{"prompt": "hi", "answer": ""}, {"prompt": "ho", "answer": "", "images": ["a.png"]}]
-    path = write_lines(tmp_path / "p.jsonl", rows)
-    for _ in range(2):  # and again, though the cache has them
-        caplog.clear()
-        texts(path, folder, tmp_path)
-        assert [
-            "does not get images, in 1 rows (the first is row 2)" in m for m in caplog.messages
-        ] == [True]
+IMAGES: dict[str, list[Any]] = {
+    "p.jsonl": [[], None, ["a.png"]],
+    "paths.parquet": [[], None, ["a.png"]],
+    "bytes.parquet": [[], None, [b"\xff"]],
+    "structs.parquet": [None, None, {"bytes": b"\xff", "path": None}],
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_row_with_images_is_refused_by_its_number(name, folder, tmp_path):
+    """A row whose list of images is empty is a row of text."""
+    rows = [{"prompt": f"hi {n}", "answer": "", "images": i} for n, i in enumerate(IMAGES[name])]
+    path, place = tmp_path / name, "row 3"
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        write_lines(path, rows)
+        place = "line 3"
+    with pytest.raises(UsageError, match=f"{place}: it has images, .*; .*--rl-bad-rows skip"):
+        check_prompts(PromptSource(path, 100))
+    skipping = PromptSource(path, 100, skips_bad_rows=True)
+    found = load_prompts(skipping, folder, cache_dir=tmp_path)
+    assert [prompt.text for prompt in found] == ["hi 0", "hi 1"]
 
 
 @pytest.mark.parametrize("digits", [5, 400, 4000])

@@ -249,6 +249,11 @@ def _configs(
             attention_out_bias=False, mlp_bias=False, residual_dropout=0.0, rope_theta=10000000.0,
         ),
     }  # fmt: skip
+    configs |= {  # text models of multimodal ones
+        "qwen3_vl_text": configs["qwen3"],
+        "qwen3_vl_moe_text": configs["qwen3_moe"],
+        "glm4v_moe_text": configs["glm4_moe"] | dict(use_qk_norm=False),
+    }
     return {arch: {"model_type": arch} | config for arch, config in configs.items()}
 
 

@@ -139,7 +139,7 @@ def _specifics(family: Family) -> Iterator[str]:
     if family.clamps_glu:
         yield "a clamped SwiGLU"
     if family.stacked_experts:
-        yield "experts stacked in one tensor, MXFP4"
+        yield "experts stacked in one tensor" + (", MXFP4" if family.has_mxfp4 else "")
     if family.partial_rotary_factor != 1.0:
         yield "a part of each head is rotated"
     for kind in family.rope_types:

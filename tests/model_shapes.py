@@ -126,7 +126,12 @@ def made_values(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Of a parsed config.json what someone gives who makes the configuration by transformers'
     class, which has fewer fields."""
     values = dict(config_json)
-    config_class = model_class(values.pop("model_type")).config_class
+    family = FAMILIES[values.pop("model_type")]
+    config_class = model_class(family.model_type).config_class
+    if config_class.model_type != family.model_type and values.get("rope_scaling"):
+        # It is the class of a model of text alone.
+        of_text = values["rope_scaling"].items()
+        values["rope_scaling"] = {n: v for n, v in of_text if n not in family.rope_of_images}
     if config_class.model_type == "deepseek_v2" and values["n_group"] == 1:
         del values["n_group"], values["topk_group"]  # no groups are its defaults
     fields = {*config_class.__dataclass_fields__, *config_class.attribute_map.values()}

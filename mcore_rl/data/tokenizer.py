@@ -16,7 +16,7 @@ from typing import Any
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.readers import FETCH_LFS, integer_within, is_lfs_pointer, parse_json
-from mcore_rl.model.families import FAMILIES
+from mcore_rl.model.families import FAMILIES, text_values
 
 # Texts up to this length are tokenised at once (13 MB of memory), longer ones by a first piece.
 _LONG_CHARACTERS = 1 << 16
@@ -95,8 +95,9 @@ def brings_code(folder: Path) -> bool:
 
 def vocabulary_size(folder: Path) -> int | None:
     """Return the model's vocab_size in config.json; None if it has none."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return integer_within(_settings(folder, "config.json")["vocab_size"], 1, _MAX_TOKEN)
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+        values = text_values(_settings(folder, "config.json"))
+        return integer_within(values["vocab_size"], 1, _MAX_TOKEN)
     return None
 
 
@@ -162,7 +163,8 @@ def _named_ends(folder: Path) -> tuple[str, list[int]]:
         named = "config.json"
     found: Any = None
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        found = _settings(folder, named).get("eos_token_id")
+        settings = _settings(folder, named)
+        found = settings.get("eos_token_id", text_values(settings).get("eos_token_id"))
     ends = found if isinstance(found, list) else [found]
     return named, [t for t in ends if integer_within(t, 0, _MAX_TOKEN) is not None]
 

@@ -58,7 +58,7 @@ def export(
     bit; trained ones repeat the current embedding and head. If the source has no such layers,
     config.json's count of them is set to 0. config.json also states values that the source left to
     defaults if vLLM's differ. Experts that the source stacks are stacked again, MXFP4 ones in
-    bfloat16.
+    bfloat16. Of a multimodal model the other tensors are copied bit for bit, and so is config.json.
 
     FP8 blocks of the source are written in bfloat16, and config.json without quantization_config.
     With `as_float8` both are kept: a writer reads the source's bytes, keeps each block whose values
@@ -90,7 +90,7 @@ def export(
         mine = turn[rank] if rank < len(turn) else []
         filled = _received(transfer, shards, checkpoint, mine, need[rank], quantization)
         for tensor in mine:
-            if tensor in checkpoint.mtp:
+            if tensor in checkpoint.untrained:
                 filled |= _as_published(checkpoint, tensor, as_float8=as_float8)
         if filled:
             path = partial / names[first + rank]
@@ -114,7 +114,8 @@ def _plan_turn(
     need: list[Boxes] = [{} for _ in have]
     for writer, tensors in enumerate(turn):
         # Copies in trained MTP layers get the model's current values.
-        trained = [checkpoint.copies.get(t, t) for t in tensors if t not in checkpoint.mtp]
+        untrained = checkpoint.untrained
+        trained = [checkpoint.copies.get(t, t) for t in tensors if t not in untrained]
         need[writer] = {t: [full_box(checkpoint.tensors[t].shape)] for t in trained}
     # Several files may need a tensor and its copies: it moves once, to all of them.
     order = list(dict.fromkeys(tensor for needed in need for tensor in needed))

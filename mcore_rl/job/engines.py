@@ -46,7 +46,7 @@ def check_engine(config: RLConfig, shape: ModelShape, *, cuda: bool) -> None:
         require_capability(FLOAT32_HEAD, cuda=cuda, flag="--rl-fp32-lm-head", remedy="drop it")
     needs = {
         LATENT_ATTENTION: shape.latent is not None,
-        STACKED_EXPERTS: family.stacked_experts,
+        STACKED_EXPERTS: family.has_mxfp4,
         UNGROUPED_SIGMOID: family.router is not None and family.router.is_ungrouped_sigmoid,
     }
     for capability in (capability for capability, needed in needs.items() if needed):
@@ -235,7 +235,7 @@ def check_rollout_dtype(
             remedy="drop one of them, or give --rl-speculate ngram:N",
         )
     published = frozenset(checkpoint.float8) if checkpoint is not None else frozenset()
-    is_stacked = family_of(shape.architecture).stacked_experts
+    is_stacked = family_of(shape.architecture).has_mxfp4
     if is_stacked or not float8_weights(shape, rollout, published=published or None).weights:
         raise UsageError(
             f"quantises no weight of {shape.architecture} with --rl-rollout-tp-size "

@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -41,8 +41,15 @@ from mcore_rl.model.tensors import (
 from mcore_rl.model.weight_map import layer_order
 
 EMBEDDING = "model.embed_tokens.weight"
-# Names of a text model that transformers has saved from a multimodal one begin so.
-_NESTED, _PLAIN = "model.language_model.", "model."
+# Beginnings of a text model's names in a multimodal folder, and its own. transformers keeps one of
+# them where it saves the text model alone.
+_KEPT = {"model.language_model.": "model."}
+_PREFIXES = {
+    **_KEPT,
+    "language_model.model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+_UNPREFIXED = ("lm_head.", "mtp.")  # also of the text model
 # Last parts of the names under which a folder with tied embeddings repeats the embedding.
 _HEADS = (["lm_head", "weight"], ["embed_out", "weight"], ["output", "weight"])
 # Position tables, of any dtype, are not weights; vLLM skips them as well.
@@ -50,6 +57,7 @@ _POSITION_TABLES = ("inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached"
 _BLOCK_BYTES, _NUM_BLOCKS = 4096, 4
 _DIGESTS = 1 << 256
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_DTYPES_OF_OTHERS = {**_DTYPES, "I64": torch.int64}  # with tables of positions
 # Further dtypes where config.json describes FP8 blocks or MXFP4.
 _QUANTIZED_DTYPES = {FP8: {"F8_E4M3": torch.float8_e4m3fn}, MXFP4: {"U8": torch.uint8}}
 
@@ -76,15 +84,23 @@ class HFCheckpoint:
     repeated: tuple[Copy, ...] = ()
     # Tensor -> its name in the files, where that is another one.
     stored_names: Mapping[str, str] = field(default_factory=dict)
+    # Tensors of a multimodal model besides its text model, such as a tower's, copied by exports.
+    others: Mapping[str, TensorInfo] = field(default_factory=dict)
 
     def stored_name(self, tensor: str) -> str:
         """Return the name of a tensor in the folder's files."""
         return self.stored_names.get(tensor, tensor)
 
     @property
+    def untrained(self) -> dict[str, TensorInfo]:
+        """The tensors that an export copies."""
+        return {**self.mtp, **self.others}
+
+    @property
     def everything(self) -> dict[str, TensorInfo]:
-        """All tensors, including those of multi-token-prediction layers."""
-        return {**self.tensors, **self.mtp, **{c: self.tensors[t] for c, t in self.copies.items()}}
+        """All tensors."""
+        copies = {copy: self.tensors[tensor] for copy, tensor in self.copies.items()}
+        return {**self.tensors, **self.untrained, **copies}
 
     def with_mtp_trained(self, shape: ModelShape, num_layers: int) -> HFCheckpoint:
         """Return a copy with the first `num_layers` MTP layers as part of the model proper."""
@@ -109,8 +125,10 @@ class HFCheckpoint:
 
     @property
     def is_all_that_vllm_reads(self) -> bool:
-        """Whether vLLM's loader finds no other tensors in the folder.
+        """Whether vLLM's loader for the model finds its names, and no other tensors, in the folder.
         Without an index it reads all safetensors files."""
+        if self.others:
+            return False
         others = {path.name for path in self.folder.glob("*.safetensors")}
         return (self.folder / hf_files.INDEX).is_file() or others <= set(self.files.values())
 
@@ -143,13 +161,16 @@ def open_checkpoint(
     try:
         needed = {tensor for tensor, _ in checkpoint_tensors(shape)}
         places = hf_files.places(folder, needed, flag)
-        found: dict[str, TensorInfo] = {}
-        by_file: dict[str, list[str]] = {}
-        places = {t: names for t, names in places.items() if not t.endswith(_POSITION_TABLES)}
-        for tensor, (name, *_) in places.items():
-            by_file.setdefault(name, []).append(tensor)
-        for name, held in sorted(by_file.items()):
-            found.update(hf_files.read_header(folder / name, held, dtypes, flag))
+        others = {t for t in places if shape.is_multimodal and not _is_of_text(t, needed)}
+        places = {
+            tensor: names
+            for tensor, names in places.items()
+            if tensor in others or not tensor.endswith(_POSITION_TABLES)
+        }
+        of_text = {tensor: at for tensor, at in places.items() if tensor not in others}
+        found = _headers(folder, of_text, dtypes, flag)
+        of_others = {tensor: places[tensor] for tensor in others}
+        infos_of_others = _headers(folder, of_others, _DTYPES_OF_OTHERS, flag)
     except OSError as error:
         raise UsageError(
             f"cannot be read ({error})", flag=f"{flag} {folder}", remedy="correct its permissions"
@@ -157,33 +178,60 @@ def open_checkpoint(
     files = {tensor: names[0] for tensor, names in places.items()}
     repeated = [
         Copy(tensor, name, tensor, first)
-        for tensor, (first, *others) in places.items()
-        for name in others
+        for tensor, (first, *more) in places.items()
+        for name in more
     ]
-    stored_names = {_PLAIN + t.removeprefix(_NESTED): t for t in found if t.startswith(_NESTED)}
-    plain = {stored: tensor for tensor, stored in stored_names.items()}
+    prefixes = _PREFIXES if shape.is_multimodal else _KEPT
+    plain = {
+        stored: own + stored.removeprefix(prefix)
+        for stored in found
+        for prefix, own in prefixes.items()
+        if stored.startswith(prefix)
+    }
+    stored_names = {tensor: stored for stored, tensor in plain.items()}
     found = {plain.get(tensor, tensor): info for tensor, info in found.items()}
     files = {plain.get(tensor, tensor): name for tensor, name in files.items()}
     scales: dict[str, TensorInfo] = {}
     if shape.quantization == FP8:
         found, scales = float8.split_scales(found, folder, flag)
     stack = stacked.Stack({}, {})
-    family = family_of(shape.architecture)
-    if family.stacked_experts:
-        found, stack = stacked.split_experts(found, family.names, folder, flag)
+    if family_of(shape.architecture).stacked_experts:
+        found, stack = stacked.split_experts(found, shape, folder, flag)
         of_file = {tensor: part.file_name for tensor, part in stack.parts.items()}
         files |= {tensor: files[name] for tensor, name in of_file.items()}
     of_mtp = mtp_among(found, shape.num_layers)
     mtp = {tensor: info for tensor, info in found.items() if tensor in of_mtp}
     tied = _tied_heads(shape, found)
     tensors = {t: info for t, info in found.items() if t not in mtp and t not in tied}
-    checkpoint = HFCheckpoint(folder, files, tensors, mtp, scales, stack, stored_names=stored_names)
+    checkpoint = HFCheckpoint(
+        *(folder, files, tensors, mtp, scales, stack),
+        stored_names=stored_names,
+        others=infos_of_others,
+    )
     for head in tied:
         repeated.append(checkpoint.repetition(head, EMBEDDING))
         if head in scales and EMBEDDING in scales:
             repeated.append(checkpoint.repetition(scale_name(head), scale_name(EMBEDDING)))
         scales.pop(head, None)
     return replace(checkpoint, repeated=tuple(repeated))
+
+
+def _is_of_text(stored: str, needed: Collection[str]) -> bool:
+    """Return whether a tensor of a multimodal folder is of its text model, which needs `needed`."""
+    return stored.startswith((*_PREFIXES, *_UNPREFIXED)) or stored in needed
+
+
+def _headers(
+    folder: Path, places: Mapping[str, Sequence[str]], dtypes: Mapping[str, torch.dtype], flag: str
+) -> dict[str, TensorInfo]:
+    """Read shape and dtype of each tensor in the first of its files."""
+    by_file: dict[str, list[str]] = {}
+    for tensor, (name, *_) in places.items():
+        by_file.setdefault(name, []).append(tensor)
+    found: dict[str, TensorInfo] = {}
+    for name, held in sorted(by_file.items()):
+        found.update(hf_files.read_header(folder / name, held, dtypes, flag))
+    return found
 
 
 def _tied_heads(shape: ModelShape, found: Mapping[str, TensorInfo]) -> list[str]:

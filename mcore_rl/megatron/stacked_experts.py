@@ -1,13 +1,16 @@
-"""Stacked experts: one tensor per layer, as in gpt-oss, read and written expert by expert.
+"""Stacked experts: one tensor per layer, read and written expert by expert.
 
 To callers an expert has its own tensors, named by its family's table: a gate (w1), an up-projection
 (w3) and a down-projection (w2), each a weight `[out, in]` and a bias. In a folder they are parts of
 these tensors, whose names follow `mlp.experts.`:
 
-    gate_up_proj       [e, in, 2 x out]   and gate_up_proj_bias [e, 2 x out]: gate and up in turn
-    down_proj          [e, in, out]       and down_proj_bias [e, out]
+    gate_up_proj       [e, 2 x out, in]   and gate_up_proj_bias [e, 2 x out]
+    down_proj          [e, out, in]       and down_proj_bias [e, out]
 
-MXFP4 weights (`quantization_config` of `mxfp4`) are parts of these instead:
+In gpt-oss, weights are transposed, and the rows of the gate alternate with those of the
+up-projection; in Qwen3.5 and Qwen3-VL they come first. Qwen3-VL is published with transposed
+weights and saved by transformers without: here as there, weights that do not have the shape above
+are transposed. MXFP4 weights (`quantization_config` of `mxfp4`, gpt-oss) are parts of these:
 
     gate_up_proj_blocks [e, 2 x out, in / 32, 16] uint8 and _scales [e, 2 x out, in / 32] uint8
     down_proj_blocks    [e, out, in / 32, 16] uint8     and _scales [e, out, in / 32] uint8
@@ -29,12 +32,15 @@ import torch
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.model.boxes import Box
-from mcore_rl.model.family import TensorNames, bias_of
+from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.families import family_of
+from mcore_rl.model.family import bias_of
 from mcore_rl.model.tensors import TensorInfo
 
 BLOCKS, SCALES = "_blocks", "_scales"
 _BLOCK = 32  # numbers that share a scale
-_STACKED = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks|_scales)?")
+# Not those of MTP layers, which are carried as they are.
+_STACKED = re.compile(r"(?!mtp\.)(.*\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks|_scales)?")
 # The non-negative four-bit numbers; scales are powers of two, from 2 ** -127.
 _VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SCALE_BIAS = 127
@@ -47,14 +53,16 @@ Stored = Callable[[str, Box], torch.Tensor]
 class Part:
     """The location of an expert's tensor in its layer's tensor.
 
-    Example: `Part("model.layers.0.mlp.experts.gate_up_proj", expert=3, first=1, every=2)`: an
-    up-projection.
+    Example: `Part("model.layers.0.mlp.experts.gate_up_proj", 3, rows=64, first=1, every=2)`: an
+    up-projection whose rows alternate with the gate's.
     """
 
     stored: str  # name of the layer's tensor in bfloat16
     expert: int
-    first: int = 0  # first row of this part; 1 for up-projections
+    rows: int
+    first: int = 0  # its first row in the layer's tensor
     every: int = 1  # step between its rows
+    is_transposed: bool = False
     is_bias: bool = False
     is_mxfp4: bool = False
 
@@ -65,16 +73,18 @@ class Part:
 
     def read(self, box: Box, stored: Stored) -> tuple[torch.Tensor, int]:
         """Return the values of `box` of the expert's tensor, and the bytes read for them."""
-        start, stop = box[0]
-        rows = (start * self.every, stop * self.every)
-        mine = slice(self.first, None, self.every)
+        offset, before = self.first // self.every * self.every, self.first % self.every
+        rows = (offset + box[0][0] * self.every, offset + box[0][1] * self.every)
+        mine = slice(before, None, self.every)
         one = (self.expert, self.expert + 1)
         if self.is_bias:
             data = stored(self.stored, (one, rows))
             return data[0, mine].clone(), data.nbytes
         if not self.is_mxfp4:
-            data = stored(self.stored, (one, box[1], rows))
-            return data[0, :, mine].t().contiguous(), data.nbytes
+            at = (box[1], rows) if self.is_transposed else (rows, box[1])
+            data = stored(self.stored, (one, *at))
+            whole = data[0].t() if self.is_transposed else data[0]
+            return whole[mine].contiguous(), data.nbytes
         first, last = box[1]
         columns = (first // _BLOCK, -(-last // _BLOCK))
         blocks = stored(self.stored + BLOCKS, (one, rows, columns, (0, _BLOCK // 2)))
@@ -86,8 +96,9 @@ class Part:
 
     def write(self, whole: torch.Tensor, values: torch.Tensor) -> None:
         """Copy the expert's full tensor into its layer's, which has the bfloat16 shape."""
-        mine = slice(self.first, None, self.every)
-        whole[self.expert][..., mine].copy_(values if self.is_bias else values.t())
+        one = whole[self.expert]
+        as_rows = one.t() if self.is_transposed else one
+        as_rows[self.first : self.first + self.rows * self.every : self.every].copy_(values)
 
 
 def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -122,7 +133,7 @@ class Stack:
 
 
 def split_experts(
-    found: Mapping[str, TensorInfo], names: TensorNames, folder: Path, flag: str
+    found: Mapping[str, TensorInfo], shape: ModelShape, folder: Path, flag: str
 ) -> tuple[dict[str, TensorInfo], Stack]:
     """Split a folder's stacked tensors by expert; return all tensors and the stack.
 
@@ -135,9 +146,9 @@ def split_experts(
     parts: dict[str, Part] = {}
     for name, info in stack.as_bfloat16.items():
         is_mxfp4 = name + BLOCKS in stored
-        for tensor, part, shape in _parts_of(name, info, names, is_mxfp4=is_mxfp4):
+        for tensor, part, size in _parts_of(name, info, shape, is_mxfp4=is_mxfp4):
             parts[tensor] = part
-            tensors[tensor] = replace(info, shape=shape)
+            tensors[tensor] = replace(info, shape=size)
     return tensors, replace(stack, parts=parts)
 
 
@@ -168,16 +179,22 @@ def _require_whole(stored: Mapping[str, TensorInfo], folder: Path, flag: str) ->
 
 
 def _parts_of(
-    name: str, info: TensorInfo, names: TensorNames, *, is_mxfp4: bool
+    name: str, info: TensorInfo, shape: ModelShape, *, is_mxfp4: bool
 ) -> Iterable[tuple[str, Part, tuple[int, ...]]]:
     """Yield name, location and shape of each expert's tensors in a layer's bfloat16 tensor."""
     match = _STACKED.fullmatch(name)
     assert match is not None
-    is_bias = bool(match[3])
-    in_turn = [names.gate, names.up] if match[2] == "gate_up_proj" else [names.down]
-    rows, every = info.shape[-1] // len(in_turn), len(in_turn)
-    shape = (rows,) if is_bias else (rows, info.shape[1])
+    family = family_of(shape.architecture)
+    names, alternates = family.names, family.stacked_experts == "alternating"
+    is_bias, is_down = bool(match[3]), match[2] == "down_proj"
+    width = shape.experts.hidden_size if shape.experts and is_down else shape.hidden_size
+    is_transposed = not is_bias and (alternates or info.shape[-1] != width)
+    weights = [names.down] if is_down else [names.gate, names.up]
+    of_one = info.shape[:0:-1] if is_transposed else info.shape[1:]
+    size = (of_one[0] // len(weights), *of_one[1:])
+    every, step = (len(weights), 1) if alternates else (1, size[0])
+    kind = (every, is_transposed, is_bias, is_mxfp4)
     for expert in range(info.shape[0]):
-        for first, weight in enumerate(in_turn):
+        for number, weight in enumerate(weights):
             tensor = f"{match[1]}{expert}.{bias_of(weight) if is_bias else weight}"
-            yield tensor, Part(name, expert, first, every, is_bias, is_mxfp4), shape
+            yield tensor, Part(name, expert, size[0], number * step, *kind), size

@@ -26,12 +26,12 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any], path: Path, flag: str, inside: str = "") -> None:
         """Read from `values`; `inside` is the field that holds it, plus a dot, for messages."""
-        self._values, self._path, self._flag, self._inside = values, path, flag, inside
+        self._values, self._path, self._flag, self.inside = values, path, flag, inside
         self.read: set[str] = set()  # names of the fields read
 
     def within(self, name: str, values: Mapping[str, Any]) -> Fields:
         """Return a reader for `values`, the object in field `name`."""
-        return Fields(values, self._path, self._flag, f"{self._inside}{name}.")
+        return Fields(values, self._path, self._flag, f"{self.inside}{name}.")
 
     def __getitem__(self, name: str) -> Any:
         self.read.add(name)
@@ -41,7 +41,7 @@ class Fields:
 
     def _missing(self, name: str) -> UsageError:
         return UsageError(
-            f": {self._path} has no field '{self._inside}{name}', which its architecture needs",
+            f": {self._path} has no field '{self.inside}{name}', which its architecture needs",
             flag=self._flag,
             remedy="use the config.json that was published with the checkpoint",
         )
@@ -82,7 +82,7 @@ class Fields:
         return value
 
     def invalid(self, name: str, value: Any, constraint: str) -> UsageError:
-        what = f"{self._inside}{name} {repr(value)[:60]}"
+        what = f"{self.inside}{name} {repr(value)[:60]}"
         return UsageError(
             f": {self._path} has {what}, which must be {constraint}",
             flag=self._flag,

@@ -19,7 +19,7 @@ from mcore_rl.common.readers import InvalidData, parse_json
 from mcore_rl.model.config_fields import Fields
 from mcore_rl.model.delta_net import DeltaNet, linear_layers, read_delta_net
 from mcore_rl.model.experts import Experts, moe_layers, read_experts
-from mcore_rl.model.families import FAMILIES
+from mcore_rl.model.families import FAMILIES, TEXT_CONFIG, text_values
 from mcore_rl.model.family import Family
 from mcore_rl.model.mamba import ATTENTION, DENSE, EXPERTS, MAMBA, Mamba, read_blocks, read_mamba
 from mcore_rl.model.quantization import (
@@ -131,6 +131,8 @@ class ModelShape:
     squared_relu: bool = False  # instead of SwiGLU: feed-forward layers without a gate
     # `score.weight` `[1, h]` instead of `lm_head.weight`: a critic, or a reward model.
     value_head: bool = False
+    # The text model of a folder that has others, too: its tensors have a prefix.
+    is_multimodal: bool = field(default=False, compare=False)
 
     @property
     def layer_kinds(self) -> tuple[LayerKind, ...]:
@@ -201,8 +203,8 @@ def read_model_shape(
     Raises UsageError for a missing folder, file or field, an unsupported family, and unsupported
     features of a supported family (biases, other activations). Weights in FP8 blocks are described
     as the bfloat16 weights they represent, and `quantization` names the published method. Other
-    quantised weights are refused, except with `for_planning`, which also reads the text model of a
-    multimodal one.
+    quantised weights are refused, except with `for_planning`. Of a multimodal model it is the shape
+    of the text model.
     """
     if source.is_file():
         values, path = _read_json_object(source, flag), source
@@ -219,15 +221,14 @@ def model_shape(
     for_planning: bool = False,
 ) -> ModelShape:
     """Do `read_model_shape` for a parsed config.json; `path` is for messages."""
-    text = _text_model(values)
-    if text and for_planning:
-        values = text
-    fields = Fields(values, path, flag)
+    whole, values = values, text_values(values)
+    is_multimodal = values is not whole
+    fields = Fields(values, path, flag, f"{TEXT_CONFIG}." if is_multimodal else "")
     family = _family(fields, values, path, flag)
     fields.check_spelt_out(family.spelt_out)
-    what = unsupported_quantization(values, stacked_experts=family.stacked_experts)
+    what = unsupported_quantization(values, is_mxfp4=family.has_mxfp4)
     if what and not for_planning:
-        remedy = GIVE_MXFP4 if family.stacked_experts else GIVE_FP8_BLOCKS
+        remedy = GIVE_MXFP4 if family.has_mxfp4 else GIVE_FP8_BLOCKS
         raise fields.refuse(f"quantised weights ({what})", remedy)
     _refuse_features(fields, family)
     blocks = read_blocks(fields, family)
@@ -274,6 +275,7 @@ def model_shape(
         mamba=read_mamba(fields, family),
         blocks=blocks,
         squared_relu=family.squared_relu,
+        is_multimodal=is_multimodal,
     )
     if name := unmapped_field(values, family.class_name, fields.read):
         raise fields.refuse(f"{name} (vLLM would compute it, Megatron would not)")
@@ -291,28 +293,13 @@ def _family(fields: Fields, values: Mapping[str, Any], path: Path, flag: str) ->
     family = FAMILIES.get(fields["model_type"])
     if family is None:
         reason = why_unsupported(values)
-        remedy = f"supported are {', '.join(FAMILIES)}; give a checkpoint of one of these"
-        if _text_model(values):
-            remedy = (
-                "save its text model, which is supported, by transformers: "
-                "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
-            )
         raise UsageError(
-            f": {path} has model_type '{fields['model_type']}', which is not supported"
-            + (f" ({reason})" if reason else ""),
+            f": {path} has {fields.inside}model_type '{fields['model_type']}', which is not "
+            "supported" + (f" ({reason})" if reason else ""),
             flag=flag,
-            remedy=remedy,
+            remedy=f"supported are {', '.join(FAMILIES)}; give a checkpoint of one of these",
         )
     return family
-
-
-def _text_model(values: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the config.json of a multimodal model's text model if its family is supported."""
-    text = values.get("text_config")
-    if not isinstance(text, dict) or text.get("model_type") not in FAMILIES:
-        return None
-    shared = {name: value for name, value in values.items() if name == "tie_word_embeddings"}
-    return shared | text
 
 
 def _sliding_window(fields: Fields, num_layers: int) -> int:

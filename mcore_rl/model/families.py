@@ -11,6 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_rl.model.family import Family, Router, TensorNames
+from mcore_rl.model.quantization import QUANTIZATION
+
+TEXT_CONFIG = "text_config"  # the field of a multimodal config.json
 
 _V3_ROUTER = Router("n_routed_experts", score_function="sigmoid", methods=("noaux_tc",))
 
@@ -45,6 +48,7 @@ _DELTA_NET_SIZES = (
     *("linear_num_key_heads", "linear_num_value_heads"),
 )
 _QWEN3_NEXT_ROUTER = Router("num_experts", gated_shared_size="shared_expert_intermediate_size")
+_ROPE_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 _QWEN3_5 = Family(  # the text model of Qwen3.5
     model_type="qwen3_5_text",
     class_name="Qwen3_5ForCausalLM",
@@ -56,7 +60,40 @@ _QWEN3_5 = Family(  # the text model of Qwen3.5
     output_gate=True,
     zero_centered_norms=True,
     partial_rotary_factor=0.25,
-    rope_of_images=("mrope_section", "mrope_interleaved"),
+    rope_of_images=_ROPE_OF_IMAGES,
+)
+
+_GLM4_MOE = Family(  # Air has no head norms
+    model_type="glm4_moe",
+    class_name="Glm4MoeForCausalLM",
+    models="GLM-4.5 to 4.7, Air",
+    spelt_out=(
+        *("num_key_value_heads", "head_dim", "attention_bias", "use_qk_norm", "n_group"),
+        *("n_shared_experts", "first_k_dense_replace", "norm_topk_prob"),
+        "routed_scaling_factor",
+    ),
+    qk_norm="use_qk_norm",
+    qkv_bias="attention_bias",
+    router=_V3_ROUTER,
+    partial_rotary_factor=0.5,
+)
+_QWEN3_MOE_ROUTER = Router("num_experts", also_called="num_local_experts")
+_QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    class_name="Qwen3MoeForCausalLM",
+    models="Qwen3-30B-A3B, 235B-A22B",
+    spelt_out=("num_key_value_heads",),
+    qk_norm=True,
+    router=_QWEN3_MOE_ROUTER,
+    rope_types=("default", "yarn"),
+)
+_QWEN3 = Family(
+    model_type="qwen3",
+    class_name="Qwen3ForCausalLM",
+    models="Qwen3 0.6B to 32B",
+    spelt_out=("num_key_value_heads", "head_dim"),
+    qk_norm=True,
+    rope_types=("default", "yarn"),
 )
 
 _PUBLISHED = (
@@ -81,28 +118,29 @@ _PUBLISHED = (
         fixed={"indexer_rope_interleave": True},
         rope_types=("default",),
     ),
-    Family(  # Air has no head norms
-        model_type="glm4_moe",
-        class_name="Glm4MoeForCausalLM",
-        models="GLM-4.5 to 4.7, Air",
-        spelt_out=(
-            *("num_key_value_heads", "head_dim", "attention_bias", "use_qk_norm", "n_group"),
-            *("n_shared_experts", "first_k_dense_replace", "norm_topk_prob"),
-            "routed_scaling_factor",
+    _GLM4_MOE,
+    replace(  # its class in transformers has no norms of heads, and no field for their size
+        _GLM4_MOE,
+        model_type="glm4v_moe_text",
+        models="GLM-4.5V, text",
+        spelt_out=tuple(
+            name for name in _GLM4_MOE.spelt_out if name not in ("head_dim", "use_qk_norm")
         ),
-        qk_norm="use_qk_norm",
-        qkv_bias="attention_bias",
-        router=_V3_ROUTER,
-        partial_rotary_factor=0.5,
+        fixed={"use_qk_norm": False},
+        qk_norm=False,
+        rope_of_images=_ROPE_OF_IMAGES,
     ),
-    Family(
-        model_type="qwen3_moe",
-        class_name="Qwen3MoeForCausalLM",
-        models="Qwen3-30B-A3B, 235B-A22B",
-        spelt_out=("num_key_value_heads",),
-        qk_norm=True,
-        router=Router("num_experts", also_called="num_local_experts"),
-        rope_types=("default", "yarn"),
+    _QWEN3_MOE,
+    replace(
+        _QWEN3_MOE,
+        model_type="qwen3_vl_moe_text",
+        models="Qwen3-VL-30B-A3B, 235B-A22B, text",
+        fixed={"norm_topk_prob": True},
+        stacked_experts="in_halves",
+        router=replace(_QWEN3_MOE_ROUTER, always_normalizes=True),
+        rope_types=("default",),
+        default_rope_theta=None,
+        rope_of_images=_ROPE_OF_IMAGES,
     ),
     Family(  # only the experts are GLM-4.5's
         model_type="glm4_moe_lite",
@@ -172,6 +210,7 @@ _PUBLISHED = (
         models="Qwen3.5-35B-A3B to 397B-A17B, text",
         fixed={"attn_output_gate": True, "norm_topk_prob": True},
         dense_size="moe_intermediate_size",  # there are no dense layers
+        stacked_experts="in_halves",
         router=replace(_QWEN3_NEXT_ROUTER, always_normalizes=True),
         names=TensorNames(shared="shared_expert."),
     ),
@@ -236,7 +275,7 @@ _PUBLISHED = (
         attention_sinks=True,
         alternates_windows=True,
         clamps_glu=True,
-        stacked_experts=True,
+        stacked_experts="alternating",
         router=Router("num_local_experts", expert_size="intermediate_size", always_normalizes=True),
         names=TensorNames(gate="w1.weight", up="w3.weight", down="w2.weight", scorer="router."),
         rope_types=("yarn",),
@@ -288,13 +327,14 @@ _PUBLISHED = (
         ),
         default_rope_theta=None,
     ),
-    Family(
-        model_type="qwen3",
-        class_name="Qwen3ForCausalLM",
-        models="Qwen3 0.6B to 32B",
-        spelt_out=("num_key_value_heads", "head_dim"),
-        qk_norm=True,
-        rope_types=("default", "yarn"),
+    _QWEN3,
+    replace(
+        _QWEN3,
+        model_type="qwen3_vl_text",
+        models="Qwen3-VL 2B to 32B, text",
+        rope_types=("default",),
+        default_rope_theta=None,
+        rope_of_images=_ROPE_OF_IMAGES,
     ),
     Family(
         model_type="qwen2",
@@ -307,7 +347,7 @@ _PUBLISHED = (
     Family(
         model_type="mistral",
         class_name="MistralForCausalLM",
-        models="Mistral 7B from 0.3 on, Mistral-Small to 2501",
+        models="Mistral 7B from 0.3 on, Mistral-Small 3 to 3.2",
         spelt_out=("num_key_value_heads", "sliding_window"),
         also_refused=("sliding_window",),  # Mistral has no use_sliding_window
         default_rope_theta=None,
@@ -347,6 +387,18 @@ def family(table: Family) -> Family:
 def family_of(architecture: str) -> Family:
     """Return the family of a `ModelShape.architecture`, always a key of `FAMILIES`."""
     return FAMILIES[architecture]
+
+
+def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the config.json of a multimodal model's text model, or `values` of a text model.
+
+    Where both levels have `tie_word_embeddings`, transformers reads the outer one.
+    """
+    text = values.get(TEXT_CONFIG)
+    if not isinstance(text, dict) or str(values.get("model_type")) in FAMILIES:
+        return values
+    outer = ("tie_word_embeddings", QUANTIZATION)
+    return text | {name: values[name] for name in outer if values.get(name) is not None}
 
 
 def left_to_defaults(values: Mapping[str, Any]) -> dict[str, Any]:

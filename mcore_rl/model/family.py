@@ -96,7 +96,7 @@ def bias_of(weight: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One `model_type` of config.json."""
+    """One `model_type` of config.json, or of the `text_config` in a multimodal one."""
 
     model_type: str
     class_name: str  # in transformers and in vLLM; the `architectures` of config.json
@@ -137,9 +137,9 @@ class Family:
     # Norms multiply by 1 + weight, except for the one in the delta net.
     zero_centered_norms: bool = False
     dense_size: str = "intermediate_size"  # name of the field
-    # One tensor of the folder holds all experts of a layer, with rows of gate and up-projection
-    # alternating; `names` are then mcore_rl's names for its parts.
-    stacked_experts: bool = False
+    # Folders may hold all experts of a layer in one tensor; `names` then name its parts. Rows of
+    # gate and up-projection alternate, or those of the gate come first (see `stacked_experts`).
+    stacked_experts: Literal["alternating", "in_halves"] | None = None
     router: Router | None = None
     names: TensorNames = field(default_factory=TensorNames)
     rope_types: tuple[str, ...] = ("default",)  # empty: heads are not rotated
@@ -152,3 +152,8 @@ class Family:
     # Fields of rope_parameters that change nothing where all positions are of text.
     rope_of_images: tuple[str, ...] = ()
     has_drafter: bool = False  # vLLM can draft with the checkpoint's MTP layers
+
+    @property
+    def has_mxfp4(self) -> bool:
+        """Whether experts may be stored in MXFP4, and not in FP8 blocks: gpt-oss."""
+        return self.stacked_experts == "alternating"

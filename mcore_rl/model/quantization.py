@@ -30,15 +30,15 @@ def quantization_method(values: Mapping[str, Any]) -> str | None:
     return str(_settings(given).get("quant_method") or "an unnamed method") if given else None
 
 
-def unsupported_quantization(values: Mapping[str, Any], *, stacked_experts: bool) -> str | None:
+def unsupported_quantization(values: Mapping[str, Any], *, is_mxfp4: bool) -> str | None:
     """Describe the quantisation of a parsed config.json if it is not supported, else return None.
 
-    FP8 blocks of 128 x 128 are supported (as published for DeepSeek-V3 and Kimi-K2); with stacked
-    experts (gpt-oss), MXFP4 is supported instead."""
+    FP8 blocks of 128 x 128 are supported (as published for DeepSeek-V3 and Kimi-K2), or MXFP4 with
+    `is_mxfp4` (gpt-oss)."""
     given = values.get(QUANTIZATION)
     if not given:
         return None
-    if stacked_experts:
+    if is_mxfp4:
         method = quantization_method(values)
         return None if method == MXFP4 else f"{QUANTIZATION} of {method}"
     settings = _settings(given)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_MULTIMODAL = "it is multimodal, and mcore_rl trains text models: give the text model alone"
+_MULTIMODAL = "it is multimodal, and its config.json has no text_config of a supported family"
 _DRAFTER = "it is a drafter, which is not trained"
 _POOLING = "it is a pooling model, which generates nothing"
 _ENCODER_DECODER = "it has an encoder, and mcore_rl trains decoders"

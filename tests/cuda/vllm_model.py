@@ -318,7 +318,7 @@ def write_checkpoint(
     if float8 is not None:
         weights = dict(quantised_weights(weights.items(), float8))
     stored = weights
-    if FAMILIES[config_json["model_type"]].stacked_experts:
+    if FAMILIES[config_json["model_type"]].has_mxfp4:
         stored = stacked(weights, config_json["num_local_experts"])
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     return weights

@@ -14,9 +14,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from mcore_rl.model.families import TEXT_CONFIG
 from tests.dist.jobs import random_tokens
 from tests.dist.layouts import SPLITS, job_flags
 from tests.model_shapes import model_class
+from tests.multimodal import load_multimodal
 from tests.rank_pool import RankPool
 
 # What an engine stores that comes from no checkpoint.
@@ -47,9 +49,12 @@ def differing(a: Path, b: Path, at_least: int = 20) -> list[str]:
 
 
 def loaded(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The checkpoint in transformers, by the class of its family, whatever its model_type."""
+    """The checkpoint in transformers, by the class of its family, whatever its model_type, or by
+    that of the multimodal model that it is."""
     # By the class's own reader, which knows how it writes infinite numbers.
     config, _ = PreTrainedConfig.get_config_dict(folder)
+    if TEXT_CONFIG in config:
+        return load_multimodal(folder, dtype)
     found = model_class(config.pop("model_type"))
     model, info = found.from_pretrained(
         folder,
@@ -73,7 +78,8 @@ def assert_log_probs_equal_transformers(
 ) -> None:
     """Each rank's log-probs of `random_tokens`, `[samples, positions]`, against float32."""
     model = loaded(checkpoint)
-    expected = log_probs_of(model, random_tokens(model.config.vocab_size))
+    size = model.config.get_text_config().vocab_size
+    expected = log_probs_of(model, random_tokens(size))
     for of_rank in log_probs:  # every rank has all of them
         assert (torch.tensor(of_rank)[:, :-1] - expected).abs().max() <= tolerance
 

@@ -11,14 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.common.errors import UsageError
-from mcore_rl.model.config_json import read_model_shape
-from scripts.make_tiny_deepseek import hf_config
 from tests.dist.checkpoints import assert_log_probs_equal_transformers, differing
 from tests.dist.layouts import job_flags
 from tests.dist.test_family_invariance import CP2, FLAGS, TP2
 from tests.dist.test_invariance import JOB
 from tests.dist.updates import Outcome, differences_of, learnt
+from tests.multimodal import make_multimodal
 from tests.rank_pool import RankPool
 
 TOLERANCE = 1e-5  # relative, in float32
@@ -78,23 +76,13 @@ def test_update_on_packed_rows_is_that_on_padded_ones(
 def test_text_model_saved_from_a_multimodal_one(
     arch: str, checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path: Path
 ) -> None:
-    """As the refusal of the multimodal one says. Its names keep their prefix in an export."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    """Its names keep their prefix in an export."""
+    from transformers import AutoModelForCausalLM
 
-    text, vision = hf_config(arch), {"depth": 1, "hidden_size": 32, "num_heads": 2}
-    config = AutoConfig.for_model(
-        arch.removesuffix("_text"),
-        text_config=text,
-        vision_config={**vision, "intermediate_size": 32, "out_hidden_size": text["hidden_size"]},
-    )
-    AutoModelForImageTextToText.from_config(config).save_pretrained(tmp_path / "whole")
-    with pytest.raises(UsageError, match=r"AutoModelForCausalLM.from_pretrained\(FOLDER\)"):
-        read_model_shape(tmp_path / "whole")
-    assert read_model_shape(tmp_path / "whole", for_planning=True).architecture == arch
-
-    checkpoint = shutil.copytree(checkpoint_factory(arch), tmp_path / "text")  # for its tokenizer
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
-    model.save_pretrained(checkpoint)
+    text = checkpoint_factory(arch)
+    whole = make_multimodal(text, arch.removesuffix("_text"), tmp_path / "whole")
+    checkpoint = shutil.copytree(text, tmp_path / "text")  # for its tokenizer
+    AutoModelForCausalLM.from_pretrained(whole).save_pretrained(checkpoint)
     found = ranks.run(
         "tests.dist.jobs:log_probs_and_export",
         world_size=2,

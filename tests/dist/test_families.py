@@ -48,6 +48,7 @@ from tests.model_shapes import (
     made_values,
     model_class,
 )
+from tests.multimodal import PUBLISHED_STACKED, load_multimodal, make_multimodal
 from tests.rank_pool import RankPool
 
 # From 64 positions on, so that few tokens show it; with the fields that Qwen's model cards name.
@@ -61,13 +62,32 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     **dict.fromkeys(("glm4_moe", "glm4_moe_lite"), {"num_mtp_layers": 1}),
     **dict.fromkeys(("qwen3", "llama"), {"tie_word_embeddings": True}),
+    "qwen3_vl_moe": {"overrides": {"moe_intermediate_size": 128}},  # of no square matrices
 }
+# Published as a part of a multimodal model only.
+PARTS = ("qwen3_vl_text", "qwen3_vl_moe_text", "glm4v_moe_text")
 # name -> (--arch of make_tiny_deepseek, options). vLLM runs the others on GPUs only: see
 # test_sparse_attention.py and test_nemotron.py.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{arch: (arch, OPTIONS.get(arch, {})) for arch in ARCHS if has_engine_on_cpu(arch)},
+    **{
+        arch: (arch, OPTIONS.get(arch, {}))
+        for arch in ARCHS
+        if has_engine_on_cpu(arch) and arch not in PARTS
+    },
     "qwen3_yarn": ("qwen3", {"overrides": {"rope_scaling": YARN}}),
 }
+# Text models in the folders of multimodal ones: model_type -> (--arch, further fields of its
+# config.json, which count and not those of the text model). A text model of its own has been shown.
+MULTIMODAL: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_5": ("qwen3_5_text", {"tie_word_embeddings": True}),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {}),
+    "qwen3_vl": ("qwen3_vl_text", {"tie_word_embeddings": True}),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text", {}),
+    "glm4v_moe": ("glm4v_moe_text", {}),
+    "mistral3": ("mistral", {"tie_word_embeddings": False}),
+    "internvl": ("qwen3", {"tie_word_embeddings": False}),
+}
+CASES |= {name: (arch, OPTIONS.get(name, {})) for name, (arch, _) in MULTIMODAL.items()}
 
 
 # The others are a GPTModel.
@@ -78,7 +98,7 @@ HYBRID_MODELS = (
 
 
 # Of modules that another model has; their own stages are in test_family_invariance.py.
-WITHOUT_STAGES = (*FEWER, "qwen3_yarn")
+WITHOUT_STAGES = (*FEWER, *MULTIMODAL, "qwen3_yarn")
 
 
 @dataclass(frozen=True)
@@ -108,7 +128,11 @@ def outcome(
     if request.param == "qwen3_next":
         checkpoint = with_new_norms(checkpoint, tmp_path_factory.mktemp("qwen3_next"))
     folder = tmp_path_factory.mktemp("families")
-    saved = saved_by_transformers(checkpoint, folder)
+    if request.param in MULTIMODAL:
+        more = MULTIMODAL[request.param][1]
+        checkpoint = make_multimodal(checkpoint, request.param, folder / "published", **more)
+    is_other = request.param in PUBLISHED_STACKED
+    saved = checkpoint if is_other else saved_by_transformers(checkpoint, folder)
     # As many as the model has positions, less the one that scoring takes.
     longest = ("--rl-max-prompt-tokens", str(read_model_shape(saved).max_positions - 1))
     has_blocks = has_one_block_a_layer(arch)
@@ -124,6 +148,10 @@ def saved_by_transformers(published: Path, folder: Path) -> Path:
     saved, loaded by the name that it then has, and saved again in several files."""
     register_families()  # transformers knows no Kimi-K2
     AutoTokenizer.from_pretrained(published).save_pretrained(folder / "saved")
+    if (published / "preprocessor_config.json").is_file():
+        model = load_multimodal(published, torch.bfloat16)
+        model.save_pretrained(folder / "saved", max_shard_size="200KB")
+        return folder / "saved"
     model_type = json.loads((published / "config.json").read_text())["model_type"]
     # All others have it so: a router's bias is float32. transformers would round MiniMax-M2's.
     model_class(model_type)._keep_in_fp32_modules_strict = ["e_score_correction_bias"]
@@ -165,6 +193,7 @@ def test_log_probs_equal_transformers_in_float32(outcome: Outcome) -> None:
 
 
 def test_export_is_the_checkpoint_bit_for_bit(outcome: Outcome) -> None:
+    """Of a multimodal model every tensor, and config.json."""
     mtp_layer = f"model.layers.{read_model_shape(outcome.checkpoint).num_layers}."
     left_out = [
         name
@@ -173,13 +202,18 @@ def test_export_is_the_checkpoint_bit_for_bit(outcome: Outcome) -> None:
     ]
     assert differing(outcome.checkpoint, outcome.exported) == left_out
     loaded(outcome.exported)
+    if read_model_shape(outcome.checkpoint).is_multimodal:
+        configs = [folder / "config.json" for folder in (outcome.saved, outcome.exported)]
+        assert configs[0].read_bytes() == configs[1].read_bytes()
 
 
 def test_verify_finds_equal_what_transformers_saved(outcome: Outcome) -> None:
-    num_tensors = len(tensors_of(outcome.saved))
     shape = read_model_shape(outcome.saved)
-    if family_of(shape.architecture).stacked_experts:  # six of each expert were in four of a layer
-        num_tensors += (6 * shape.experts.num_experts - 4) * len(shape.moe_layers)
+    checkpoint = open_checkpoint(outcome.saved, shape)
+    stack = checkpoint.stack
+    num_tensors = len(tensors_of(outcome.saved)) - len(checkpoint.others)
+    num_tensors += len(stack.parts) - len(stack.stored)  # of experts, by expert
+    assert bool(checkpoint.others) == shape.is_multimodal
     for result in outcome.results:
         assert result["num_stored"] > 15
         assert result["verification"]["stored_equal"], result["verification"]["differing"]
@@ -236,7 +270,7 @@ def test_parameters_are_called_as_the_unit_tests_say(outcome: Outcome) -> None:
         assert parameters == expected
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if case not in MULTIMODAL])
 def test_table_of_tensors_is_that_of_the_checkpoint(
     case: str, checkpoint_factory: Callable[..., Path]
 ) -> None:
@@ -245,7 +279,7 @@ def test_table_of_tensors_is_that_of_the_checkpoint(
     arch, options = CASES[case]
     folder = checkpoint_factory(arch, **options)
     shape = read_model_shape(folder)
-    if family_of(shape.architecture).stacked_experts:
+    if family_of(shape.architecture).has_mxfp4:
         found = open_checkpoint(folder, shape).tensors
         assert {name: (info.shape, info.dtype) for name, info in found.items()} == {
             name: (spec.shape, spec.dtype) for name, spec in checkpoint_tensors(shape)

@@ -61,6 +61,9 @@ FEWER = {
     "hy_v3": ("PP2", "CP2", "TP2 EP2"),  # qwen3_moe, glm4_moe
     "mistral": ("TP2", "PP2"),  # llama
     "seed_oss": ("TP2", "PP2"),  # llama, qwen2_moe
+    "qwen3_vl_text": ("TP2",),  # qwen3
+    "qwen3_vl_moe_text": ("TP2 EP2",),  # qwen3_moe
+    "glm4v_moe_text": ("TP2 EP2",),  # glm4_moe
 }
 
 

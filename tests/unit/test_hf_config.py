@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from mcore_rl.model.config_json import (
     read_model_shape,
 )
 from mcore_rl.model.families import FAMILIES, left_to_defaults
+from scripts.make_tiny_deepseek import hf_config
 from tests import model_shapes
 from tests.model_shapes import CONFIGS, made_values, model_class
 
@@ -344,9 +346,10 @@ def test_missing_field_without_default_is_refused(published: str, tmp_path: Path
             "topk_group",
         },
         "glm4_moe": {"partial_rotary_factor", "topk_group"},
+        "glm4v_moe_text": {"head_dim", "partial_rotary_factor", "topk_group", "use_qk_norm"},
         "dots1": {"attention_dropout", "n_group", "topk_group"},
         "glm4_moe_lite": {"num_key_value_heads", "partial_rotary_factor", "topk_group"},
-        "qwen3_moe": {"head_dim", "norm_topk_prob"},
+        **dict.fromkeys(("qwen3_moe", "qwen3_vl_moe_text"), {"head_dim", "norm_topk_prob"}),
         "qwen2_moe": {"norm_topk_prob"},
         "gpt_oss": {
             "attention_dropout", "experts_per_token", "initial_context_length", "layer_types",
@@ -384,9 +387,12 @@ def test_missing_field_without_default_is_refused(published: str, tmp_path: Path
         may_be_left_out -= {"attention_bias"}  # it means those of queries, keys and values
     if json.loads(text)["model_type"] in ("mistral", "dots1"):
         may_be_left_out -= {"sliding_window"}  # without it transformers has one of 4096
-    if json.loads(text)["model_type"] in ("mixtral", "minimax_m2", "mistral", "seed_oss", "dots1"):
+    if json.loads(text)["model_type"] in (
+        *("mixtral", "minimax_m2", "mistral", "seed_oss", "dots1"),
+        *("qwen3_vl_text", "qwen3_vl_moe_text"),
+    ):
         may_be_left_out -= {"rope_theta"}  # transformers has another default
-    if '"glm4_moe"' in text:
+    if '"glm4' in text and "flash" not in published:
         may_be_left_out -= {"attention_bias"}  # it means those of queries, keys and values
     if '"gpt_oss"' in text:
         may_be_left_out -= {"rope_scaling", "rope_theta", "sliding_window"}
@@ -402,11 +408,76 @@ def test_missing_field_without_default_is_refused(published: str, tmp_path: Path
                 read(tmp_path, text, **{name: ...})
 
 
+def nested(text: Mapping[str, Any], **outer: Any) -> dict[str, Any]:
+    """A multimodal config.json."""
+    return {"model_type": "anything", "vision_config": {}, "text_config": text, **outer}
+
+
+@pytest.mark.parametrize("published", TRAINABLE)
+def test_multimodal_model_has_the_shape_of_its_text_model(published: str) -> None:
+    text = json.loads(TRAINABLE[published])
+    method = {"quantization_config": text.pop("quantization_config", None)}
+    path = Path("config.json")
+    shape = model_shape(nested(text, **method), path)
+    assert shape.is_multimodal and shape == model_shape(text | method, path)
+    assert not model_shape(text | method, path).is_multimodal
+
+
+TIED = {
+    # outer, text -> what transformers does
+    (True, False): True,
+    (False, True): False,
+    (None, True): True,
+    (None, None): False,
+}
+
+
+@pytest.mark.parametrize(("outer", "text"), TIED)
+def test_outer_tie_of_embeddings_counts(outer: bool | None, text: bool | None) -> None:
+    values = {**hf_config("qwen3_vl_text"), "tie_word_embeddings": text}
+    shape = model_shape(nested(values, tie_word_embeddings=outer), Path("config.json"))
+    assert shape.tied_embeddings == TIED[outer, text]
+
+
+UNSUPPORTED_TEXTS = {
+    "gemma3_text": r" \(Gemma3ForCausalLM: Megatron has no norms after",
+    "ministral3": r" \(Ministral3ForCausalLM: .*llama_4_scaling",
+    "glm4v_text": r" \(GLM4VForCausalLM: it is multimodal",
+    "unheard_of": "; supported are",
+    "llama4_text": r" \(Llama4ForCausalLM: ",
+}
+
+
+@pytest.mark.parametrize("model_type", UNSUPPORTED_TEXTS)
+def test_text_model_of_an_unsupported_family_is_named(model_type: str) -> None:
+    values = nested({"model_type": model_type}, architectures=["XForConditionalGeneration"])
+    says = f"text_config.model_type '{model_type}', which is not supported"
+    with pytest.raises(UsageError, match=says + UNSUPPORTED_TEXTS[model_type]):
+        model_shape(values, Path("config.json"))
+
+
+def test_int4_weights_of_kimi_k2_5_are_refused() -> None:
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    method = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    text = hf_config("kimi_k2") | {"quantization_config": {**method, "config_groups": groups}}
+    with pytest.raises(UsageError, match=r"quantised weights \(.* of compressed-tensors\).*; give"):
+        model_shape(nested(text), Path("config.json"))
+
+
+def test_missing_field_of_a_text_model_is_named() -> None:
+    text = {name: v for name, v in hf_config("qwen3_vl_text").items() if name != "hidden_size"}
+    with pytest.raises(UsageError, match=r"no field 'text_config.hidden_size'"):
+        model_shape(nested(text), Path("config.json"))
+    with pytest.raises(UsageError, match=r"no field 'text_config.model_type'"):
+        model_shape(nested({}), Path("config.json"))
+
+
 UNSUPPORTED = {
     ("kimi_linear", None): "KimiLinearForCausalLM: Megatron has no Kimi delta attention",
     ("gemma3_text", "Gemma3ForCausalLM"): "Gemma3ForCausalLM: Megatron has no norms after",
     ("bamba", "BambaForCausalLM"): "BambaForCausalLM: vLLM has removed its class",
-    ("mistral3", "Mistral3ForConditionalGeneration"): "Mistral3F.*: it is multi.*text model alone",
+    ("mistral3", "Mistral3ForConditionalGeneration"): "Mistral3F.*: it is multi.*no text_config",
     ("bert", "BertModel"): "BertModel: it is a pooling model",
 }
 

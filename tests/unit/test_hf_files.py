@@ -12,7 +12,12 @@ from safetensors.torch import save_file
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.job.reading import read_shape_of
-from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_checkpoint
+from mcore_rl.megatron.hf_checkpoint import (
+    HFCheckpoint,
+    check_tensors,
+    open_checkpoint,
+    read_tensor,
+)
 from mcore_rl.megatron.hf_files import INDEX, check_copies, other_files, row_blocks
 from mcore_rl.model.config_json import model_shape
 from mcore_rl.model.tensors import checkpoint_tensors
@@ -148,6 +153,51 @@ def test_tensors_of_other_prefix_are_refused_with_prefix(tmp_path: Path, prefix:
     write(tmp_path, QWEN3, tensors)
     says = f"has {prefix}embed_tokens.weight, which .* describes as {EMBEDDING}; rename"
     refuse(tmp_path, QWEN3, f"{FLAG} .* {says}")
+
+
+# Prefixes of a multimodal folder's text model and of its head.
+PREFIXES = {"model.language_model.": "lm_head.", "language_model.model.": "language_model.lm_head."}
+TOWER = {
+    "model.visual.blocks.0.weight": torch.ones(3, 5),
+    "vision_tower.rotary_emb.inv_freq": torch.ones(4),
+    "multi_modal_projector.positions": torch.arange(7),
+}
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_multimodal_folder_is_read_as_its_text_model(
+    prefix: str, tied: bool, tmp_path: Path
+) -> None:
+    """A head beside tied embeddings is compared, and everything else is a tower's."""
+    of_text = tensors_of(QWEN3 | {"tie_word_embeddings": tied})
+    head = {HEAD: of_text[EMBEDDING].clone()} if tied else {}
+    stored = {
+        name.replace("model.", prefix).replace("lm_head.", PREFIXES[prefix]): tensor
+        for name, tensor in (of_text | head).items()
+    }
+    config = {"model_type": "mistral3", "text_config": QWEN3, "tie_word_embeddings": tied}
+    write(tmp_path, config, stored, TOWER)
+    found = read(tmp_path, config)
+    assert found.tensors.keys() == of_text.keys()
+    assert found.others.keys() == TOWER.keys()
+    assert found.stored_name(EMBEDDING) == f"{prefix}embed_tokens.weight"
+    assert len(found.repeated) == len(head) and not found.is_all_that_vllm_reads
+    _, others = check_hf_folder(model_shape(config, Path("config.json")), found)
+    assert "besides the text model (3 tensors) are not trained" in others.found
+    for name, tensor in {**of_text, **TOWER}.items():
+        assert torch.equal(read_tensor(found, name), tensor)
+
+
+def test_tower_in_float8_is_refused(tmp_path: Path) -> None:
+    config = {"model_type": "mistral3", "text_config": QWEN3}
+    stored = {
+        name.replace("model.", "language_model.model.", 1): t
+        for name, t in tensors_of(QWEN3).items()
+    }
+    tower = {"vision_tower.weight": torch.ones(3, 5).to(torch.float8_e4m3fn)}
+    write(tmp_path, config, stored, tower)
+    refuse(tmp_path, config, "vision_tower.weight in .* has dtype F8_E4M3; .*dequantise")
 
 
 def test_tied_head_in_place_of_embedding_is_refused(tmp_path: Path) -> None:

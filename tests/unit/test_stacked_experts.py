@@ -97,6 +97,33 @@ def test_every_box_of_every_expert_matches_the_whole_tensor(make, tmp_path):
             assert torch.equal(found, part), (name, box)
 
 
+@pytest.mark.parametrize("is_transposed", [True, False])
+@pytest.mark.parametrize("model_type", ["qwen3_vl_moe_text", "qwen3_5_moe_text"])
+def test_gates_before_up_projections_are_read_and_written(model_type, is_transposed, tmp_path):
+    """Of both models either form is known by its shape, as to transformers."""
+    generator = torch.Generator().manual_seed(3)
+    _, meant = in_bfloat16(generator)
+    stored = {PREFIX + name: t.mT.contiguous() if is_transposed else t for name, t in meant.items()}
+    save_file(stored, tmp_path / "model.safetensors")
+    changes = {"hidden_size": HIDDEN, "moe_intermediate_size": WIDTH}
+    shape = model_shape(hf_config(model_type) | changes, Path("config.json"))
+    checkpoint = open_checkpoint(tmp_path, shape)
+    written = {name: torch.zeros_like(t) for name, t in stored.items()}
+    for expert in range(EXPERTS):
+        gate, up = meant["gate_up_proj"][expert].chunk(2)
+        down = meant["down_proj"][expert]
+        for name, whole in {"gate_proj": gate, "up_proj": up, "down_proj": down}.items():
+            tensor = f"{PREFIX}{expert}.{name}.weight"
+            assert checkpoint.tensors[tensor].shape == whole.shape
+            assert torch.equal(read_tensor(checkpoint, tensor), whole)
+            of = boxes(*whole.shape)
+            for box, found in zip(of, read_boxes(checkpoint, tensor, of), strict=True):
+                assert torch.equal(found, whole[tuple(slice(*ends) for ends in box)])
+            part = checkpoint.stack.parts[tensor]
+            part.write(written[part.stored], whole)
+    assert all(torch.equal(written[name], t) for name, t in stored.items())
+
+
 def test_dequantised_numbers_match_transformers():
     """For all scales of bfloat16 numbers, and all 256 bytes."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors

@@ -28,7 +28,7 @@ from mcore_rl.common.garbage import nothing_collected
 from mcore_rl.hybrid_engine.vllm.adapters import lora_arguments
 from mcore_rl.hybrid_engine.vllm.all_reduce import Obstacle, all_reduce_obstacle
 from mcore_rl.model.config_json import read_config_json
-from mcore_rl.model.families import FAMILIES, left_to_defaults
+from mcore_rl.model.families import FAMILIES, left_to_defaults, text_values
 from mcore_rl.model.float8_blocks import Float8Weights
 from mcore_rl.model.lora import Lora
 from mcore_rl.model.quantization import QUANTIZATION
@@ -254,7 +254,8 @@ def _prepare_environment(config: EngineConfig) -> None:
 
 def engine_arguments(config: EngineConfig) -> dict[str, Any]:
     """Return the arguments of vLLM's engine, except the model."""
-    config_json = read_config_json(config.model_dir)
+    whole = read_config_json(config.model_dir)
+    config_json = text_values(whole)
     overrides = left_to_defaults(config_json)
     if config.float8 is not None:
         overrides[QUANTIZATION] = config.float8.quantization_config()
@@ -267,6 +268,9 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
     if config.head_in_float32:
         overrides["head_dtype"] = "float32"
     options: dict[str, Any] = {"hf_overrides": overrides}
+    if config_json is not whole:
+        overrides["tie_word_embeddings"] = config_json.get("tie_word_embeddings", False)
+        options["hf_overrides"] = functools.partial(_with_fields, overrides)
     if config.num_top_tokens:
         options["max_logprobs"] = config.num_top_tokens
     options |= _platform_options(config, config_json)
@@ -286,6 +290,7 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         options |= {name: config.timeout_seconds for name in names if name in known}
     return dict(
         runner="generate",  # vLLM's own choice may be a pooling model
+        config_format="hf",  # beside Mistral's params.json, too
         distributed_executor_backend="external_launcher",
         tensor_parallel_size=config.tp_size,
         enable_expert_parallel=config.enable_expert_parallel,
@@ -379,10 +384,16 @@ def _speculative(speculation: Speculation, options: Mapping[str, Any]) -> dict[s
 
 
 def _with_fields(fields: Mapping[str, Any], config: Any) -> Any:
-    """Apply `hf_overrides` like the mapping, but also to the drafter's configuration, which keeps
-    its own architecture."""
-    is_drafter = config.model_type not in FAMILIES
-    config.update({n: v for n, v in fields.items() if not (is_drafter and n == "architectures")})
+    """Apply `hf_overrides` like the mapping, but to the text model of a multimodal one, which takes
+    its place, and to the drafter's configuration, which keeps its own architecture."""
+    config = config.get_text_config()
+    family = FAMILIES.get(config.model_type)
+    kept = ("architectures",) if family is None else ()  # a drafter's
+    config.update({name: value for name, value in fields.items() if name not in kept})
+    if family is not None and getattr(config, "rope_parameters", None):
+        # With them vLLM would expect a position in an image of each token.
+        of_text = config.rope_parameters.items()
+        config.rope_parameters = {n: v for n, v in of_text if n not in family.rope_of_images}
     return config
 
 

@@ -39,10 +39,14 @@ def check_hf_folder(shape: ModelShape, checkpoint: HFCheckpoint) -> Iterator[Fin
         f"{checkpoint.folder}: {shape.architecture}, {num_parameters(checkpoint) / 1e6:,.1f} "
         f"million parameters, {shown_bytes(checkpoint.stored_bytes)}{blocks} in {files}, {read}",
     )
-    if checkpoint.mtp:
-        carried = plural(len(checkpoint.mtp), "tensor")
-        what = f"its multi-token-prediction layers ({carried}) are not trained, and exported as is"
-        yield green(CHECKPOINT, what)
+    for part, held in (
+        ("multi-token-prediction layers", checkpoint.mtp),
+        ("models besides the text model", checkpoint.others),
+    ):
+        if held:
+            carried = plural(len(held), "tensor")
+            what = f"its {part} ({carried}) are not trained, and exported as is"
+            yield green(CHECKPOINT, what)
     if zeros:
         more = f" and {plural(len(zeros) - 1, 'other tensor')}" if zeros[1:] else ""
         what = f"{checkpoint.folder} has only zeros in {zeros[0]}{more}"

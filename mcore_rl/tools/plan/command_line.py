@@ -302,7 +302,7 @@ def _read_shape(named: str | None, source: str | None, flag: str) -> ModelShape:
         )
     shape = read_model_shape(Path(source), flag=flag, for_planning=True)
     # Published checkpoints; their tensors have the shapes of the trained tensors.
-    known = MXFP4 if family_of(shape.architecture).stacked_experts else FP8
+    known = MXFP4 if family_of(shape.architecture).has_mxfp4 else FP8
     if shape.quantization not in (None, known):
         raise UsageError(
             f"describes weights quantised by {shape.quantization}, and the planner knows "

@@ -76,6 +76,7 @@ def _checked(client: HTTPEngineClient, spec: JobSpec) -> int:
         _of_version(version),
         _of_route(client),
         *_of_options(configuration, spec),
+        _of_tower(configuration),
         _of_log_probs(configuration, spec),
         _of_model(configuration, spec),
     ):
@@ -171,6 +172,18 @@ def _of_options(configuration: Mapping[str, Any], spec: JobSpec) -> list[tuple[s
                 )
             )
     return found
+
+
+def _of_tower(configuration: Mapping[str, Any]) -> tuple[str, str]:
+    """Refuse a multimodal model of random weights, of which the job sends the text model alone."""
+    multimodal = _section(_section(configuration, "model_config"), "multimodal_config")
+    is_random = _section(configuration, "load_config").get("load_format") == "dummy"
+    if not is_random or not multimodal or multimodal.get("language_model_only"):
+        return "", ""
+    return (
+        "serves a multimodal model whose tower stays random, as the job sends the text model only",
+        "start its vllm serve with --language-model-only, or without --load-format dummy",
+    )
 
 
 def _of_log_probs(configuration: Mapping[str, Any], spec: JobSpec) -> tuple[str, str]:

@@ -68,7 +68,7 @@ def test_configuration_has_the_names_that_vllm_gives_it(server):
 
     known = {each.name: each for each in dataclasses.fields(VllmConfig)}
     assert server.configuration.keys() <= known.keys()
-    for name in ("scheduler_config", "parallel_config", "model_config"):
+    for name in ("scheduler_config", "parallel_config", "model_config", "load_config"):
         fields = {each.name for each in dataclasses.fields(_class_of(name))}
         assert server.configuration[name].keys() <= fields
 
@@ -100,6 +100,13 @@ def _class_of(name: str) -> Any:
             {"policy_loss": "policy_gradient", "score_centering": 20},
             "at most 20 log-probs",
             "--max-logprobs 21",
+        ),
+        (
+            "model_config",
+            {"multimodal_config": {"language_model_only": False}},
+            {},
+            "tower stays random",
+            "--language-model-only, or without --load-format dummy",
         ),
         (
             "aux_output_config",
@@ -134,6 +141,15 @@ def test_options_that_suffice_are_accepted(server, shape):
     options = {"policy_loss": "policy_gradient", "score_centering": 30, "routing_replay": "r3"}
     spec = spec_of(shape, server, **options)
     assert check_server(server.url, spec) == 32
+
+
+@pytest.mark.parametrize(
+    ("load_format", "alone"), [("dummy", True), ("auto", False), ("safetensors", True)]
+)
+def test_multimodal_model_without_a_random_tower_is_accepted(server, shape, load_format, alone):
+    server.configuration["load_config"] = {"load_format": load_format}
+    server.configuration["model_config"]["multimodal_config"] = {"language_model_only": alone}
+    assert check_server(server.url, spec_of(shape, server)) == 32
 
 
 @pytest.mark.parametrize("section", ["model_config", "weight_transfer_config", "scheduler_config"])

@@ -156,7 +156,12 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
 
     @cached_property
     def _reloader(self) -> Reloader:
-        return Reloader(self.model, self.vllm_config)
+        from vllm.model_executor.models.interfaces import supports_multimodal
+
+        # The job trains the text model alone.
+        is_part = supports_multimodal(self.model)
+        model = self.model.get_language_model() if is_part else self.model
+        return Reloader(model, self.vllm_config)
 
     def start_weight_update(self) -> None:
         """Begin an update. Raises RuntimeError if no trainer is connected."""

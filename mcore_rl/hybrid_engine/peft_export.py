@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,8 @@ from mcore_rl.model.tensors import TensorInfo
 logger = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# Beginnings of names in the file for a text model, and for that of a multimodal one.
+_IN_TEXT, _IN_WHOLE = "base_model.model.model.", "base_model.model.model.language_model."
 _BUCKET_BYTES = 64 << 20
 _FLAG = "--rl-lora-adapter"
 _MAX_CONFIG_BYTES = 1 << 20
@@ -82,8 +85,12 @@ def export_adapter(chunks: Sequence[torch.nn.Module], lora: Lora, base: Path, ta
             filled[name][slices(box)] = data.view(extent(box))
     transfer.close()
     if dist.get_rank() == 0:
-        _write(filled, lora, base, Path(os.path.realpath(target)))
-        if left_out := left_out_by_peft(lora, read_model_shape(base).architecture):
+        shape = read_model_shape(base)
+        if shape.is_multimodal:  # where transformers has the layers of its text model
+            filled = {name.replace(_IN_TEXT, _IN_WHOLE, 1): data for name, data in filled.items()}
+        config = adapter_config(lora, base, is_multimodal=shape.is_multimodal)
+        _write(filled, config, Path(os.path.realpath(target)))
+        if left_out := left_out_by_peft(lora, shape.architecture):
             logger.warning("%s: of its adapters PEFT does not load those of %s", target, left_out)
     objects.barrier()
 
@@ -104,18 +111,22 @@ def _adapters(chunks: Sequence[torch.nn.Module]) -> Iterator[Adapter]:
         yield from adapters.by_tensor.values()
 
 
-def _write(filled: dict[str, torch.Tensor], lora: Lora, base: Path, target: Path) -> None:
+def _write(filled: dict[str, torch.Tensor], config: Mapping[str, Any], target: Path) -> None:
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     save_file(filled, partial / WEIGHTS, metadata={"format": "pt"})
-    (partial / CONFIG).write_text(json.dumps(adapter_config(lora, base), indent=2) + "\n")
+    (partial / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
 
 
-def adapter_config(lora: Lora, base: Path) -> dict[str, Any]:
+def adapter_config(lora: Lora, base: Path, *, is_multimodal: bool = False) -> dict[str, Any]:
     """Return the content of adapter_config.json. `base` is the folder of the base model."""
+    # PEFT looks for layers by the names that transformers gives them.
+    names = sorted({*lora.targets, *(renamed(f".{t}")[1:] for t in lora.targets)})
+    # The layers of a multimodal model's tower may have the same names.
+    pattern = rf".*\.language_model\..*\.({'|'.join(map(re.escape, names))})"
     return {
         "base_model_name_or_path": str(base),
         "bias": "none",
@@ -126,8 +137,7 @@ def adapter_config(lora: Lora, base: Path) -> dict[str, Any]:
         "modules_to_save": None,
         "peft_type": "LORA",
         "r": lora.rank,
-        # PEFT looks for layers by the names that transformers gives them.
-        "target_modules": sorted({*lora.targets, *(renamed(f".{t}")[1:] for t in lora.targets)}),
+        "target_modules": pattern if is_multimodal else names,
         "task_type": "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,

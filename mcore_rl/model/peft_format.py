@@ -74,7 +74,10 @@ _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
 # Projections of experts that transformers stacks in one tensor, in the order of its rows.
 _STACKS = (("gate_proj", "up_proj"), ("w1", "w3"), ("down_proj",), ("w2",))
 # Families whose stacked experts PEFT 0.21 does not find by the names of their layers.
-_NOT_CONVERTED = ("qwen2_moe", "qwen3_5_moe_text", "gpt_oss", "hy_v3", "nemotron_h")
+_NOT_CONVERTED = (
+    *("qwen2_moe", "qwen3_5_moe_text", "gpt_oss", "hy_v3", "nemotron_h"),
+    *("qwen3_vl_moe_text", "glm4v_moe_text"),
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ from tests.dist.checkpoints import (
 from tests.dist.jobs import random_tokens
 from tests.dist.layouts import SPLITS, job_flags
 from tests.dist.updates import TOLERANCE
+from tests.multimodal import make_multimodal
 from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.timeout(400)]
@@ -347,6 +348,7 @@ def test_new_adapters_do_not_depend_on_the_layout(
     [
         ("qwen3", None),
         ("qwen3_moe", None),  # whose experts transformers stacks
+        ("mistral3", None),  # whose tower has layers of the same names
         ("deepseek_v3", "q_a_proj,q_b_proj,kv_a_proj_with_mqa,kv_b_proj,o_proj"),
         ("deepseek_v3", "o_proj,experts.gate_proj,experts.up_proj,experts.down_proj"),
     ],
@@ -359,7 +361,9 @@ def test_peft_loads_an_exported_adapter(
     tmp_path: Path,
 ) -> None:
     peft = pytest.importorskip("peft", reason="the extra test is not installed")
-    checkpoint = checkpoint_factory(arch)
+    checkpoint = checkpoint_factory("mistral" if arch == "mistral3" else arch)
+    if arch == "mistral3":
+        checkpoint = make_multimodal(checkpoint, arch, tmp_path / "whole")
     adapter = random_adapter(checkpoint, tmp_path / "random", targets)
     flags = job_flags(checkpoint, "tp2_pp1_ep1", *start_from(adapter))
     flags += [] if targets is None else ["--rl-lora-targets", targets]
@@ -367,7 +371,7 @@ def test_peft_loads_an_exported_adapter(
         f"{JOBS}:log_probs_and_exports", world_size=2, flags=flags, target=tmp_path / "out"
     )
     base = loaded(checkpoint)
-    tokens = random_tokens(base.config.vocab_size)
+    tokens = random_tokens(base.config.get_text_config().vocab_size)
     plain = log_probs_of(base, tokens)
     model = peft.PeftModel.from_pretrained(base, tmp_path / "out" / "adapter")
     found, mine = log_probs_of(model, tokens), torch.tensor(log_probs)[:, :-1]

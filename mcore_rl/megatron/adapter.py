@@ -48,6 +48,7 @@ warnings.filterwarnings(
 _QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 _COPY_QUEUES = "CUDA_DEVICE_MAX_COPY_CONNECTIONS"
 _SINKS = ("--wandb-project", "--tensorboard-dir")
+_ASYNC_SAVE = "--async-save"
 _chosen_here: set[str] = set()  # environment variables set here, not by the user
 
 
@@ -141,7 +142,8 @@ def initialize(
     saved = sys.argv
     # Megatron would start Weights & Biases and TensorBoard on the last rank, and end the job if the
     # former fails. The run directory starts them on rank 0. A flag's last value counts.
-    sys.argv = [program, *tokens, *(text for flag in _SINKS for text in (flag, ""))]
+    parsed = [token for token in tokens if token != _ASYNC_SAVE]
+    sys.argv = [program, *parsed, *(text for flag in _SINKS for text in (flag, ""))]
     try:
         if hasattr(arguments, "parse_and_validate_args"):
             arguments.parse_and_validate_args(extra_args_provider=extra_args)
@@ -153,6 +155,9 @@ def initialize(
     args: argparse.Namespace = get_args()
     for flag in _SINKS:
         setattr(args, flag[2:].replace("-", "_"), _value_of(flag, tokens))
+    # From 0.19 on validation switches it off for lack of another kind of writer; see `background`.
+    args.async_save = _ASYNC_SAVE in tokens
+    args.async_strategy = "mcore"  # not NVIDIA's extension, whose writers need CUDA
     return args
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 
 from mcore_rl.common import objects
 from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron import background
 from mcore_rl.model.hybrid_pattern import has_mamba
 
 
@@ -26,12 +26,18 @@ def loads_checkpoint(args: argparse.Namespace) -> bool:
 def save_checkpoint(
     args: argparse.Namespace, state: megatron_adapter.TrainState, iteration: int, folder: Path
 ) -> None:
-    """Write a Megatron checkpoint below `folder`. Collective."""
+    """Write a Megatron checkpoint below `folder`. Collective.
+
+    With `args.async_save` it only copies what it writes; `background.finish` waits for the files.
+    """
     from megatron.training.checkpointing import save_checkpoint as save
 
+    background.use()
     args.iteration = args.curr_iteration = iteration
     # Megatron reads the folder, and what to delete in it, from the arguments.
-    with _set(args, save=str(folder), save_retain_interval=None, **_pattern_of(state)):
+    with background.with_arguments(
+        args, save=str(folder), save_retain_interval=None, **_pattern_of(state)
+    ):
         save(iteration, state.model, state.optimizer, state.scheduler, 0)
     state.iteration = iteration
 
@@ -39,11 +45,12 @@ def save_checkpoint(
 def save_weights(
     args: argparse.Namespace, state: megatron_adapter.TrainState, iteration: int, folder: Path
 ) -> None:
-    """Write only the weights as a Megatron checkpoint below `folder`. Collective."""
+    """Write only the weights as a Megatron checkpoint below `folder`, as `save_checkpoint`."""
     from megatron.training.checkpointing import save_checkpoint as save
 
+    background.use()
     alone = {"no_save_optim": True, "no_save_rng": True, **_pattern_of(state)}
-    with _set(args, save=str(folder), save_retain_interval=None, **alone):
+    with background.with_arguments(args, save=str(folder), save_retain_interval=None, **alone):
         save(iteration, state.model, None, None, 0)
 
 
@@ -66,20 +73,9 @@ def load_weights(
     from megatron.training.checkpointing import load_checkpoint
 
     alone = {"no_load_optim": True, "no_load_rng": True, "consumed_train_samples": 0}
-    with _set(args, load=str(folder), ckpt_step=iteration, **alone):
+    with background.with_arguments(args, load=str(folder), ckpt_step=iteration, **alone):
         load_checkpoint(state.model, None, None)
     megatron_adapter.weights_written(state)
-
-
-@contextlib.contextmanager
-def _set(args: argparse.Namespace, **values: Any) -> Iterator[None]:
-    """Set arguments temporarily."""
-    before = {name: getattr(args, name) for name in values}
-    vars(args).update(values)
-    try:
-        yield
-    finally:
-        vars(args).update(before)
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], folder: Path) -> None:

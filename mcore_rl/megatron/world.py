@@ -98,4 +98,5 @@ def parsed_args(
     finally:
         sys.argv = saved
     args.rank, args.local_rank = like.rank, like.local_rank
+    args.async_save, args.async_strategy = like.async_save, like.async_strategy
     return args

@@ -7,6 +7,7 @@ import sys
 from mcore_rl.common.errors import UsageError
 from mcore_rl.patches.megatron import (
     attention_variant_spec,
+    background_saving,
     biased_experts,
     common_state_reading,
     cpu_torch,
@@ -70,6 +71,7 @@ PATCHES = (
     rates_after_loading.PATCH,
     optimizer_in_pieces.PATCH,
     streamed_saving.PATCH,
+    background_saving.PATCH,
     fsdp_checkpoint.PATCH,
     checkpoint_reading.PATCH,
     enum_pickles.PATCH,

@@ -10,7 +10,7 @@ to the host, and on CPU clones views, such as weights in their buffer.
 Why safe: files and their content are the same. PyTorch's own function, from which Megatron's is
 derived, gets the same tensors and the same planner. PyTorch's `_write_item` writes each tensor
 before the next is copied. (PyTorch's own loop keeps the last copy of each name to the end.)
-mcore_rl refuses `--async-save` and `--enable-msc`.
+mcore_rl refuses `--enable-msc`, and `--async-save` has a writer of its own (`background_saving`).
 
 Upstream: no issue known.
 

@@ -14,9 +14,11 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 from mcore_rl.megatron import adapter as megatron_adapter  # first: it applies the patches
+from mcore_rl.patches.megatron import background_saving
 
 from megatron.core.dist_checkpointing.strategies.async_utils import (  # isort: skip
     AsyncCaller,
@@ -24,7 +26,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import (  # isort: 
     AsyncRequest,
 )
 
-__all__ = ["finish", "use", "with_arguments"]
+__all__ = ["finish", "take_digests", "use", "with_arguments"]
 assert megatron_adapter  # imported for its effect
 
 
@@ -96,6 +98,13 @@ def use() -> None:
     from megatron.training import async_utils
 
     async_utils._async_calls_queue = _queue
+
+
+def take_digests(folder: Path) -> dict[str, str]:
+    """Return the SHA-256 of the files below `folder` that this rank's process has written, by their
+    name there. Not collective; each is returned once."""
+    mine = [path for path in background_saving.digests if path.is_relative_to(folder)]
+    return {p.relative_to(folder).as_posix(): background_saving.digests.pop(p) for p in mine}
 
 
 def finish(*, waits: bool) -> bool:

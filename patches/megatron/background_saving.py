@@ -41,6 +41,7 @@ _PROGRAM = Path(__file__).with_name("shard_file.py")
 _ROOT = Path(__file__).resolve().parents[2]
 _sender = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # writing to a pipe frees the GIL
 _process: subprocess.Popen[bytes] | None = None
+digests: dict[Path, str] = {}  # SHA-256 of files that were written; whoever needs one removes it
 
 
 def apply() -> None:
@@ -67,13 +68,14 @@ class StagedFile:
     def __init__(self, path: Path, items: Sequence[tuple[Any, Any]]) -> None:
         """Copy the content. `items` are PyTorch's `WriteItem`, each with its tensor, on any device,
         or an `io.BytesIO`."""
-        self._path = path
+        self.path = path
         contents = [data if torch.is_tensor(data) else data.getvalue() for _, data in items]
         self._contents = list(zip((item for item, _ in items), _copies(contents), strict=True))
 
-    def start(self) -> Future[list[Any]]:
-        """Start writing; the result is PyTorch's, or RuntimeError. Raises OSError."""
-        self.written = _sender.submit(_written, _writer_process(), self._path, self._contents)
+    def start(self) -> Future[tuple[list[Any], str]]:
+        """Start writing; the result is PyTorch's and the SHA-256 of the file, or RuntimeError.
+        Raises OSError."""
+        self.written = _sender.submit(_written, _writer_process(), self.path, self._contents)
         return self.written
 
 
@@ -114,11 +116,11 @@ def _writer_process() -> subprocess.Popen[bytes]:
 
 def _written(
     process: subprocess.Popen[bytes], path: Path, contents: list[tuple[Any, torch.Tensor | bytes]]
-) -> list[Any]:
+) -> tuple[list[Any], str]:
     """Send a file to the process and return its answer. Frees each tensor once it is sent."""
     assert process.stdin is not None and process.stdout is not None
     items = [(item, each if isinstance(each, bytes) else _header(each)) for item, each in contents]
-    answer: list[Any] | str
+    answer: tuple[list[Any], str] | str
     try:
         pickle.dump((str(path), items), process.stdin)
         contents.reverse()
@@ -163,7 +165,10 @@ def _results(self: Any) -> Any:
     from torch.distributed.checkpoint.api import _wrap_exception
 
     try:
-        return [] if self.staged is None else self.staged.written.result()
+        if self.staged is None:
+            return []
+        results, digests[self.staged.path] = self.staged.written.result()
+        return results
     except RuntimeError as error:
         return _wrap_exception(error)
 

@@ -4,13 +4,14 @@
 
 For each file it reads from its standard input a pickled list of PyTorch's `WriteItem`, each with
 bytes or with dtype and shape of a tensor, whose bytes follow in this order. It writes the file as
-PyTorch's own writer does, tensor by tensor, and answers on its standard output with the pickled
-list of PyTorch's `WriteResult`, or the text of an error. It touches no device, has no connection to
-other ranks, and ends with its parent.
+PyTorch's own writer does, tensor by tensor, reads it back, and answers on its standard output with
+the pickled list of PyTorch's `WriteResult` and the file's SHA-256, or the text of an error. It
+touches no device, has no connection to other ranks, and ends with its parent.
 """
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import pickle
@@ -25,10 +26,12 @@ from torch.distributed.checkpoint.filesystem import (
     _write_item,
 )
 
+Answer = tuple[list[Any], str]
 
-def write(path: str, items: Sequence[tuple[Any, Any]], source: io.BufferedReader) -> list[Any]:
-    """Write and flush a file; return PyTorch's results. Raises OSError, or EOFError if the tensors
-    from `source` end early."""
+
+def write(path: str, items: Sequence[tuple[Any, Any]], source: io.BufferedReader) -> Answer:
+    """Write, flush and read a file; return PyTorch's results and its SHA-256. Raises OSError, or
+    EOFError if the tensors from `source` end early."""
     results = []
     with open(path, "wb") as stream:
         for item, content in items:
@@ -39,7 +42,8 @@ def write(path: str, items: Sequence[tuple[Any, Any]], source: io.BufferedReader
             results.append(_write_item(transforms, stream, data, item, name, kind))
         stream.flush()
         os.fsync(stream.fileno())
-    return results
+    with open(path, "rb") as written:
+        return results, hashlib.file_digest(written, "sha256").hexdigest()
 
 
 def _received(
@@ -47,7 +51,7 @@ def _received(
 ) -> torch.Tensor:
     tensor = torch.empty(shape, dtype=dtype)
     if tensor.nbytes:
-        room = tensor.view(-1).view(torch.uint8).numpy()
+        room = tensor.view(-1).view(torch.uint8).numpy().data
         if source.readinto(room) < tensor.nbytes:
             raise EOFError(f"the tensors of a file end after {tensor.nbytes} bytes of one")
     return tensor
@@ -61,7 +65,7 @@ def main() -> None:
     torch.set_num_threads(1)
     source = open(sys.stdin.fileno(), "rb")  # until this process ends
     while source.peek(1):
-        answer: list[Any] | str
+        answer: Answer | str
         try:
             path, items = pickle.load(source)
             answer = write(path, items, source)

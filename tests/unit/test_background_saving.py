@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,7 +55,9 @@ def test_file_has_the_state_at_the_time_of_the_copy(tmp_path: Path) -> None:
         for tensor in state.values():
             tensor.zero_()
         written = file.start()
-        FileSystemWriter(folder).finish(known.metadata, [written.result(60)])
+        results, digest = written.result(60)
+        assert digest == hashlib.sha256((folder / "__0_0.distcp").read_bytes()).hexdigest()
+        FileSystemWriter(folder).finish(known.metadata, [results])
     for folder in folders:
         found = {name: torch.full_like(tensor, 7) for name, tensor in STATE.items()}
         load(found, storage_reader=FileSystemReader(folder), no_dist=True)
@@ -72,7 +75,7 @@ def test_failures_are_told_and_the_next_file_has_another_process(tmp_path: Path)
     process.kill()
     process.wait()
     assert background_saving._writer_process().pid != process.pid
-    assert len(file.start().result(60)) == 1
+    assert len(file.start().result(60)[0]) == 1
     file, _ = staged(tmp_path / "again", large)
     background_saving._writer_process().kill()
     with pytest.raises(RuntimeError, match="its process ended with -9"):
@@ -83,5 +86,5 @@ def test_bytes_are_written_as_they_are(tmp_path: Path) -> None:
     _, known = staged(tmp_path / "unused", {"scalar": torch.tensor(3)})
     item = known.items[0]
     item = type(item)(item.index, type(item.type).BYTE_IO)
-    (result,) = StagedFile(tmp_path / "file", [(item, io.BytesIO(b"abc"))]).start().result(60)
+    ((result,), _) = StagedFile(tmp_path / "file", [(item, io.BytesIO(b"abc"))]).start().result(60)
     assert (tmp_path / "file").read_bytes() == b"abc" and result.size_in_bytes == 3

@@ -90,6 +90,7 @@ class JobSpec:
     flags: Mapping[str, str]  # all given or derived flags, with their values
     notes: tuple[str, ...]  # on derived flags, on flags without effect, on memory
     save: str | None  # Megatron's --save
+    save_interval: int | None  # Megatron's --save-interval as given; None: saves go by time
     critic: ValueModelSpec | None
     reward_model: ValueModelSpec | None
     teachers: tuple[TeacherSpec, ...] = ()  # of `RLConfig.teachers`, those in a folder

@@ -366,7 +366,9 @@ def _defaults(
         # Their training affects neither the policy's gradients nor its clipping.
         tokens.append("--mtp-detach-heads")
     if given.get("save"):
-        tokens += ["--save-interval", str(config.trainer.num_steps)]  # once, at the end
+        # Megatron asks for one that divides the other; without one given, saves go by time.
+        interval = given.get("save_retain_interval") or config.trainer.num_steps
+        tokens += ["--save-interval", str(interval)]
     if config.trainer.precision != "fp32":
         tokens.append(f"--{config.trainer.precision}")
     if not given.get("use_checkpoint_opt_param_scheduler"):

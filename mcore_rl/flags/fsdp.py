@@ -20,6 +20,7 @@ _FLAG = "--use-megatron-fsdp"
 _CLASHES = {
     "fp8_param_gather": "keeps parameters in float8, which is not handed over",
     "fp4_param_gather": "keeps parameters in 4 bits, which is not handed over",
+    "async_save": "cannot write in the background",
     "optimizer_cpu_offload": "keeps copies of the parameters that nothing brings up to date",
 }
 

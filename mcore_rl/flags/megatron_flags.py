@@ -38,7 +38,7 @@ HONOURED: Mapping[str, str] = {
         ckpt_assume_constant_structure ckpt_load_validate_sharding_integrity
         strict_fsdp_dtensor_load dist_ckpt_strictness dist_ckpt_optim_fully_reshardable
         distrib_optim_fully_reshardable_mem_efficient verify_integrity stream_ckpt_dequant
-        no_load_optim no_load_rng dist_ckpt_workers
+        no_load_optim no_load_rng dist_ckpt_workers async_save
     """,
     "the optimizer and its schedule": """
         weight_decay apply_wd_to_qk_layernorm clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum
@@ -388,8 +388,6 @@ REFUSED: Mapping[str, Refusal] = {
     "moe_paged_stash": _DROPS_TOKENS,
     "use_torch_fsdp2": _NOT_YET,
     "enable_msc": _NOT_YET,
-    # A checkpoint is complete, on the disk and hashed, before the step ends.
-    "async_save": _NOT_YET,
     "non_persistent_ckpt_type": _NOT_YET,
     "no_save_optim": _NO_CHECKPOINT,
     "no_save_rng": _NO_CHECKPOINT,

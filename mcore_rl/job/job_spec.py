@@ -52,6 +52,7 @@ def spec_of(
         flags=reading.flags_of(flags, facts.parser),
         notes=(*_notes(facts, source, config, derived, actor, rollout), *memory_notes),
         save=facts.given.get("save"),
+        save_interval=facts.given.get("save_interval"),
         critic=critic,
         reward_model=reward_model,
         teachers=tuple(each for each in teachers if each is not None),

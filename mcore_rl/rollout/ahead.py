@@ -113,6 +113,7 @@ class AheadSampler:
         outstanding = self._outstanding(state)
         # Draws that are trained on or dropped, and whose groups are in the bank.
         self._done = {d for d in banked if d < state.next_draw and d not in outstanding}
+        self._covered: set[int] = set()  # of these, those before the last `save`
         self.num_banked = len(banked) - len(self._done)
         self._draws = self._make_draws(state.next_draw, outstanding, num_prompts_per_step)
         self._comparison = GroupComparison(recipe, rewards, prompts.keys_of)
@@ -280,14 +281,15 @@ class AheadSampler:
             state = AheadState(self._admission.limit, outstanding, self._last_version, uncounted)
             state.write(folder)
         outstanding = objects.broadcast(outstanding)
+        self._covered = {*self._done}
         if self._is_leader:
             write_groups(self._continuing(outstanding), folder, self._tp_group)
 
     def saved(self) -> None:
-        """Remove from the bank what the checkpoint that is now complete has trained on; does not
-        wait for the disk."""
-        self._scheduler.forget_banked(self._done)
-        self._done = set()
+        """Remove from the bank what the checkpoint of the last `save`, which is complete now, has
+        trained on; does not wait for the disk."""
+        self._scheduler.forget_banked(self._covered)
+        self._done -= self._covered
 
     def close(self) -> None:
         """Stop sampling."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import time
 from dataclasses import replace
@@ -17,24 +18,29 @@ from mcore_rl.data.drawn import Begin
 from mcore_rl.data.prompts import PromptSources
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
+from mcore_rl.observe.run_directory import read_metrics
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.branch import Branch
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.resume import folders
-from mcore_rl.trainer.resume.checkpoint_writer import write_checkpoint
+from mcore_rl.trainer.resume.checkpoint_writer import OpenCheckpoint, begin_checkpoint
 from mcore_rl.trainer.resume.folders import iteration_name
 from mcore_rl.trainer.resume.point import REFERENCE, ROLLOUT
+from mcore_rl.trainer.resume.save_rule import SaveRule, scores_of
 from mcore_rl.trainer.resume.trainer_state import LOADED, TrainerState, trainer_writer
 from mcore_rl.trainer.rollouts import Rollouts
 from mcore_rl.trainer.sampling import bank_folder
+
+logger = logging.getLogger(__name__)
 
 
 class RunSaver:
     """The writer of a run's checkpoints.
 
-    `save` and `save_if_due` are collective over the actor's ranks. Megatron saves parameters,
-    optimizer and schedule, `TrainerState` the rest. A critic saves in a folder of its own.
+    Methods are collective over the actor's ranks. Megatron saves parameters, optimizer and
+    schedule, `TrainerState` the rest. A critic saves in a folder of its own. With `--async-save`
+    `save_if_due` begins a checkpoint, which a later call completes.
     """
 
     def __init__(
@@ -61,38 +67,82 @@ class RunSaver:
         self._prompts, self._eval_prompts = prompts, eval_prompts
         self._saved_at = state.iteration if has_loaded else -1
         self._began_with, self._branch, self._day = began_with, branch, day
+        self._rule = SaveRule(job.spec.save_interval, job.args.save_retain_interval)
+        self._open: tuple[int, OpenCheckpoint] | None = None  # being written, with its step
+        self._last = time.monotonic()  # the start or the last save
+        logger.info("[Save] to %s %s", self.folder, self._rule)
 
     def save_if_due(self, step: int) -> None:
-        """Save after every `--save-interval` steps; `step` is the last one, counted from 0."""
-        interval = self._job.args.save_interval
-        if interval and (step + 1) % interval == 0:
-            self.save(step + 1)
+        """Save if `SaveRule` says so; `step` is the last one, counted from 0."""
+        self._advance(waits=False)
+        # One clock for all ranks.
+        if objects.broadcast(self._rule.is_due(step + 1, time.monotonic() - self._last)):
+            self._begin(step + 1)
+            self._advance(waits=not self._job.args.async_save)
 
     def save(self, num_steps: int) -> None:
-        """Save the state after `num_steps` steps, unless that has been saved.
+        """Save the state after `num_steps` steps, unless that has been saved, and complete it."""
+        self._begin(num_steps)
+        self._advance(waits=True)
 
-        The actor's checkpoint is completed last, since it cannot be resumed without the critic's.
-        """
+    def _begin(self, num_steps: int) -> None:
+        """Begin the checkpoint after `num_steps` steps, once the one before is complete."""
         if self._saved_at == num_steps:
             return
+        self._advance(waits=True)
         critic = self._learner.critic
         with self._timers("checkpoint"), megatron_adapter.megatron_output_to(self._log):
             if critic is not None:
                 critic.save(num_steps, self.folder)
-            write_checkpoint(self.folder, num_steps, self._writers(num_steps))
+            checkpoint = begin_checkpoint(
+                self.folder,
+                num_steps,
+                self._writers(num_steps),
+                is_rolling=self._rule.is_rolling,
+            )
+        self._open = num_steps, checkpoint
+        self._saved_at, self._last = num_steps, time.monotonic()
+
+    def _advance(self, *, waits: bool) -> None:
+        """Complete the checkpoint that was begun, if its files are written; with `waits`, wait.
+
+        The actor's is completed last, since it cannot be resumed without the critic's.
+        """
+        if self._open is None:
+            return
+        (num_steps, checkpoint), critic = self._open, self._learner.critic
+        with self._timers("checkpoint"), megatron_adapter.megatron_output_to(self._log):
+            if critic is not None and not critic.has_saved(waits=waits):
+                return
+            if not checkpoint.advance(waits=waits):
+                return
+            self._open = None
             if self._branch is not None and dist.get_rank() == 0:
                 # Before groups are removed: an earlier checkpoint must not find the others.
                 replace(self._branch, step=num_steps).write(bank_folder(self._job))
             self._rollouts.saved()
-            self._prune(num_steps)
-        self._saved_at = num_steps
+            if dist.get_rank() == 0:
+                self._prune()
 
-    def _prune(self, num_steps: int) -> None:
-        """Prune only now: until the actor's is complete, an older step is the last with both."""
-        retain_interval = self._job.args.save_retain_interval
-        if retain_interval and dist.get_rank() == 0:
-            for folder in (self.folder, folders.critic_folder(self.folder)):
-                folders.prune(folder, num_steps, retain_interval)
+    def _prune(self) -> None:
+        """Delete older checkpoints. Only now: until the actor's is complete, an older step is the
+        last with both."""
+        args, scores = self._job.args, {}
+        is_here = args.load is not None and Path(args.load).resolve() == self.folder.resolve()
+        if self._rule.is_rolling:
+            scores = scores_of(read_metrics(self._job.config.run.directory / "metrics.jsonl"))
+        for step in self._rule.surplus(
+            folders.complete_steps(self.folder),
+            folders.rolling_steps(self.folder),
+            scores,
+            loaded=args.ckpt_step if is_here else None,
+        ):
+            try:
+                # The critic's first: without the actor's it would not be found again.
+                folders.remove(folders.critic_folder(self.folder), step)
+                folders.remove(self.folder, step)
+            except OSError as error:
+                logger.warning("[Save] the checkpoint of step %d stays: %s", step, error)
 
     def _writers(self, num_steps: int) -> list[Any]:
         args, reference = self._job.args, self._learner.reference

@@ -30,6 +30,9 @@ from tests.rank_pool import RankPool
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NUM_STEPS, SAVED_AT, KILLED_AFTER = 4, 2, 2  # the third step is done twice
+# What step 2 writes in the background is completed at the end of the third step, before which the
+# kill comes: the second step is done twice as well. Steps 2 and 4 stay, as without it.
+IN_BACKGROUND = "--async-save --save-interval 1 --save-retain-interval 2 "
 COMMON = (
     *("--rl-num-steps", str(NUM_STEPS), "--save-interval", str(SAVED_AT)),
     *("--rl-num-prompts-per-step", "8", "--rl-num-samples-per-prompt", "4"),
@@ -57,18 +60,20 @@ RUNS = {
         "--num-layers-per-virtual-pipeline-stage 1 "
         "--rl-partial-rollouts --rl-oversample 2 --rl-max-staleness 2",
     ),
-    "ppo DP2, critic TP2": (
+    "ppo DP2, critic TP2, saved in the background": (
         2,
-        "--rl-algorithm ppo --rl-kl-reward-coef 0.05 --rl-kl-target 0.1 --rl-entropy-target 9 "
+        IN_BACKGROUND
+        + "--rl-algorithm ppo --rl-kl-reward-coef 0.05 --rl-kl-target 0.1 --rl-entropy-target 9 "
         "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
         "--rl-critic-tp-size 2 --rl-critic-ep-size 2 --moe-token-dispatcher-type allgather "
         "--rl-prompts {sources}/train.yaml --rl-eval-prompts {sources}/eval.yaml "
         "--rl-curriculum less --rl-eval-samples 4 --rl-eval-temperature 0.7",
     ),
     # The reference becomes the base with the adapters of each step.
-    "ppo of adapters, critic apart": (
+    "ppo of adapters, critic apart, saved in the background": (
         2,
-        "--rl-algorithm ppo --rl-kl-reward-coef 0.05 --rl-kl-target 0.1 --rl-critic-ranks 1 "
+        IN_BACKGROUND
+        + "--rl-algorithm ppo --rl-kl-reward-coef 0.05 --rl-kl-target 0.1 --rl-critic-ranks 1 "
         "--rl-lora-rank 4 --lr 1e-3 "
         "--tensor-model-parallel-size 1 --pipeline-model-parallel-size 1 "
         "--expert-model-parallel-size 1",
@@ -269,10 +274,13 @@ def test_the_reference_is_in_checkpoints_where_no_folder_has_it(
 
 def test_the_run_says_where_it_goes_on(runs: tuple[Run, Run, Run]) -> None:
     _, killed, resumed = runs
+    given = read_config(killed.folder / "config.yaml").given
+    first = given["save-interval"] if "async-save" in given else SAVED_AT
     assert "[Resume] nothing is complete" not in killed.said
-    assert f"[Resume] resuming from step {SAVED_AT} of {resumed.folder}/checkpoints" in resumed.said
+    assert f"[Resume] resuming from step {first} of {resumed.folder}/checkpoints" in resumed.said
     lines = (resumed.folder / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) == NUM_STEPS + 2  # the third step stands there twice
+    num_repeated = KILLED_AFTER + 1 - first
+    assert len(lines) == NUM_STEPS + 1 + num_repeated
 
 
 def test_nothing_is_left_in_the_folder_of_checkpoints_but_checkpoints(

@@ -267,8 +267,8 @@ layers_of_the_other_class: --rl-model-class hybrid --spec tests.dist.policy_jobs
     --rl-model-class hybrid is not possible with --spec tests.dist.policy_jobs spec_of_fork, which
     describes the layers of a GPTModel; drop one of the two
     => drop --spec
-async_save: --async-save
-    --async-save is not supported yet ... drop it
+local_checkpoints: --non-persistent-ckpt-type local
+    --non-persistent-ckpt-type is not supported yet ... drop it
 half_a_checkpoint: --no-save-optim
     --no-save-optim makes checkpoints from which a run does not resume ... drop it
 time_limit: --rl-stage-timeout-seconds -1

@@ -37,14 +37,35 @@ def write_files(folder: Path, step: int, content: bytes = b"") -> Path:
     return place
 
 
-def save(folder: Path, step: int, content: bytes = b"", retain_interval: int | None = None) -> Path:
+def save(
+    folder: Path,
+    step: int,
+    content: bytes = b"",
+    retain_interval: int | None = None,
+    is_rolling: bool = False,
+) -> Path:
     folders.clear_saving(folder)
     place = write_files(folder, step, content)
     digests = folders.sealed(place, folders.files_of(place))
-    saved = folders.complete(folder, step, digests)
-    if retain_interval:
-        folders.prune(folder, step, retain_interval)
+    saved = folders.complete(folder, step, digests, is_rolling=is_rolling)
+    for before in folders.complete_steps(folder) if retain_interval else ():
+        if before < step and before % retain_interval:
+            folders.remove(folder, before)
     return saved
+
+
+def test_only_marked_checkpoints_are_rolling_and_a_link_is_not_removed(tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        save(tmp_path, step, is_rolling=step > 10)
+    assert folders.rolling_steps(tmp_path) == [30, 20]
+    save(tmp_path, 20)  # again, and to stay
+    assert folders.rolling_steps(tmp_path) == [30]
+    (tmp_path / "iter_0000020").rename(tmp_path / "elsewhere")
+    (tmp_path / "iter_0000020").symlink_to("elsewhere")
+    for step in (20, 30, 40):
+        folders.remove(tmp_path, step)
+    assert folders.complete_steps(tmp_path) == [20, 10]
+    assert not folders.saving_folder(tmp_path).exists()
 
 
 def damage_of(folder: Path, step: int, world_size: int = 1) -> list[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import random
 import runpy
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +40,7 @@ from mcore_rl.trainer.resume.point import (
     lost_reference,
     misplaced_optimizer,
 )
+from mcore_rl.trainer.resume.save_rule import MINUTES, SaveRule, scores_of
 from mcore_rl.trainer.resume.trainer_state import (
     LOADED,
     TrainerState,
@@ -55,19 +58,50 @@ class CriticOnDisk:
     def save(self, num_steps: int, checkpoints: Path) -> None:
         save(folders.critic_folder(checkpoints), num_steps)
 
+    def has_saved(self, *, waits: bool) -> bool:
+        return True
+
+
+class Checkpoint:
+    """An empty checkpoint of the actor; in the background only `waits` completes it."""
+
+    in_background = False
+
+    def __init__(self, folder: Path, step: int, _: object, *, is_rolling: bool) -> None:
+        self.complete = functools.partial(save, folder, step, is_rolling=is_rolling)
+
+    def advance(self, *, waits: bool) -> bool:
+        if waits or not self.in_background:
+            self.complete()
+        return waits or not self.in_background
+
 
 @pytest.fixture
-def saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSaver:
-    """A run with `--save-retain-interval 100`, whose actor and critic write empty checkpoints."""
-    monkeypatch.setattr(
-        saver_module, "write_checkpoint", lambda folder, step, _: save(folder, step)
-    )
+def make_saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., RunSaver]:
+    """Make the saver of a run whose actor and critic write empty checkpoints, with a value for each
+    flag."""
+    monkeypatch.setattr(saver_module, "begin_checkpoint", Checkpoint)
     monkeypatch.setattr(RunSaver, "_writers", lambda *_: [])
     monkeypatch.setattr(saver_module.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(saver_module.objects, "broadcast", lambda mine: mine)
+    return functools.partial(saver_in, tmp_path)
+
+
+def saver_in(
+    folder: Path,
+    *,
+    interval: int | None = None,
+    retain: int | None = None,
+    is_async: bool = False,
+    loaded: int | None = None,
+) -> RunSaver:
     nothing: dict[str, Any] = dict.fromkeys(("prompts", "eval_prompts"))
-    args = Namespace(save=str(tmp_path), save_interval=10, save_retain_interval=100)
+    args = Namespace(save=str(folder), save_retain_interval=retain, async_save=is_async)
+    args.load, args.ckpt_step = (None, None) if loaded is None else (str(folder), loaded)
+    spec = SimpleNamespace(save_interval=interval)
+    config = RLConfig.of(run_dir=str(folder))
     return RunSaver(
-        SimpleNamespace(args=args, config=RLConfig.of(run_dir=str(tmp_path))),  # type: ignore[arg-type]
+        SimpleNamespace(args=args, config=config, spec=spec),  # type: ignore[arg-type]
         state=SimpleNamespace(iteration=0),  # type: ignore[arg-type]
         learner=SimpleNamespace(critic=CriticOnDisk()),  # type: ignore[arg-type]
         rollouts=SimpleNamespace(saved=lambda: None),  # type: ignore[arg-type]
@@ -81,6 +115,11 @@ def saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunSaver:
     )
 
 
+@pytest.fixture
+def saver(make_saver: Callable[..., RunSaver]) -> RunSaver:
+    return make_saver(interval=10, retain=100)
+
+
 def steps(folder: Path) -> tuple[list[int], list[int]]:
     critic = folders.critic_folder(folder)
     return folders.complete_steps(folder), folders.complete_steps(critic)
@@ -90,6 +129,82 @@ def test_older_checkpoints_of_both_are_removed(tmp_path, saver):
     for step in (9, 19, 99, 109, 119):
         saver.save_if_due(step)
     assert steps(tmp_path) == ([120, 100], [120, 100])
+
+
+@pytest.mark.parametrize(
+    ("scores", "loaded", "deleted"),
+    [
+        ({}, None, [10, 20, 30]),
+        ({}, 20, [10, 30]),
+        # The last evaluation up to a checkpoint counts for it; that of step 31 is of 40 alone.
+        ({0: 0.1, 20: 0.7, 31: 0.5}, None, [10, 20]),
+        ({0: 0.9, 20: 0.7, 31: 0.5}, None, [20, 30]),
+        ({25: 0.9, 50: 0.95}, None, [10, 20, 30]),
+        ({60: 1.0}, None, [10, 20, 30]),  # no checkpoint has it
+    ],
+)
+def test_newest_loaded_and_best_checkpoints_stay(scores, loaded, deleted):
+    complete = [10, 20, 30, 40, 50]
+    assert SaveRule().surplus(complete, complete, scores, loaded=loaded) == deleted
+    # Others than the marked ones are never deleted, nor any with --save-interval.
+    marked = SaveRule().surplus(complete, [20], scores, loaded=loaded)
+    assert marked == sorted({20} & {*deleted})
+    assert not SaveRule(interval=10).surplus(complete, complete, scores, loaded=loaded)
+    assert SaveRule(10, 100).surplus(complete, [], scores, loaded=loaded) == [40]
+    assert not SaveRule(10, 20).surplus(complete, complete, scores, loaded=loaded)
+
+
+def test_best_evaluation_is_the_highest_accuracy_or_the_lowest_loss():
+    metrics = {0: {"eval/accuracy": 0.5, "loss": 1.0}, 3: {"loss": 0.5}, 4: {"eval/loss": 2.0}}
+    assert scores_of(metrics | {5: {"eval/loss": float("nan")}}) == {0: 0.5, 4: -2.0}
+
+
+def evaluated(folder: Path, **accuracies: float) -> None:
+    """Write metrics with these evaluations, `at_3=0.5` for instance."""
+    lines = [{"step": int(at[3:]), "eval/accuracy": value} for at, value in accuracies.items()]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_saves_go_by_time_and_keep_the_newest_the_best_and_the_loaded(
+    tmp_path, make_saver, monkeypatch, caplog
+):
+    now = 5.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    save(tmp_path, 7)  # by a run with --save-interval
+    saver = make_saver()
+    for step in range(10, 16):
+        now += 60 * MINUTES - 1
+        saver.save_if_due(2 * step)  # not yet due
+        now += 1
+        saver.save_if_due(2 * step + 1)
+    assert steps(tmp_path) == ([32, 30, 7], [32, 30])
+    evaluated(tmp_path, at_0=0.9, at_31=0.5)  # that of step 0 counts for 7 and 30
+    saver = make_saver(loaded=32)
+    for step in (40, 50, 60):
+        now += 60 * MINUTES
+        saver.save_if_due(step)
+    assert steps(tmp_path)[0] == [61, 51, 32, 30, 7]
+    monkeypatch.setattr(folders, "remove", read_only)
+    saver.save(70)
+    assert "the checkpoint of step 51 stays: [Errno 30]" in caplog.text
+
+
+def read_only(*_: object) -> None:
+    raise OSError(30, "Read-only file system")
+
+
+def test_save_in_the_background_is_completed_by_a_later_one(tmp_path, make_saver, monkeypatch):
+    """Until then neither the bank nor an older checkpoint loses anything."""
+    monkeypatch.setattr(Checkpoint, "in_background", True)
+    saver, saved = make_saver(interval=10, is_async=True), []
+    monkeypatch.setattr(saver._rollouts, "saved", lambda: saved.append(steps(tmp_path)[0]))
+    saver.save_if_due(9)
+    saver.save_if_due(12)
+    assert steps(tmp_path) == ([], [10]) and not saved
+    saver.save_if_due(19)
+    assert steps(tmp_path) == ([10], [20, 10]) and saved == [[10]]
+    saver.save(20)  # as at the end of a run: completes it, and does not write it again
+    assert steps(tmp_path)[0] == [20, 10] and saved == [[10], [20, 10]]
 
 
 def test_bank_knows_of_a_checkpoint_before_groups_are_removed(tmp_path, saver, monkeypatch):
@@ -110,10 +225,10 @@ def test_failed_save_of_the_actor_keeps_a_step_of_both(tmp_path, saver, monkeypa
     """The critic saves first."""
     saver.save(10)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise RuntimeError("No space left on device")
 
-    monkeypatch.setattr(saver_module, "write_checkpoint", full)
+    monkeypatch.setattr(saver_module, "begin_checkpoint", full)
     with pytest.raises(RuntimeError, match="No space left"):
         saver.save(20)
     assert steps(tmp_path) == ([10], [20, 10])

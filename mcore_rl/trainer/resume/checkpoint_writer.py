@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint import CheckpointException
 
 from mcore_rl.common import objects
+from mcore_rl.megatron import background
 from mcore_rl.trainer.resume import folders
 
 Writer = Callable[[Path], None]
@@ -27,18 +29,61 @@ _DISK_ERRORS = frozenset(
 _ERRNO = re.compile(r"\[Errno (\d+)\] [^\n:]+")
 
 
+class OpenCheckpoint:
+    """A checkpoint of which some files may still be written by processes (`megatron.background`).
+    Methods are collective."""
+
+    def __init__(self, folder: Path, step: int, *, is_rolling: bool = False) -> None:
+        """`is_rolling` is that of `folders.complete`."""
+        self._folder, self._step, self._is_rolling = folder, step, is_rolling
+
+    def advance(self, *, waits: bool) -> bool:
+        """Complete the checkpoint if its files are written, with `waits` wait for them. Return
+        whether it is complete. Every file is hashed by one rank, or by the process that wrote it.
+        Raises as `begin_checkpoint`."""
+        folder, step = self._folder, self._step
+        with _reported(folder, step, in_background=True):
+            if not background.finish(waits=waits):
+                return False
+        objects.barrier()  # all writers of all ranks have ended
+        place = folders.saving_folder(folder) / folders.iteration_name(step)
+        mine = background.take_digests(place)
+        known = {name for names in objects.all_gather([*mine]) for name in names}
+
+        def seal() -> dict[str, str]:
+            others = [file for file in folders.files_of(place) if file.as_posix() not in known]
+            share = folders.share(others, dist.get_rank(), dist.get_world_size())
+            return mine | folders.sealed(place, share)
+
+        found = _everywhere(seal, folder, step)
+        digests = {name: digest for part in found for name, digest in part.items()}
+
+        def complete() -> None:
+            if dist.get_rank() == 0:
+                folders.complete(folder, step, digests, is_rolling=self._is_rolling)
+
+        _everywhere(complete, folder, step)
+        return True
+
+
 def write_checkpoint(folder: Path, step: int, writers: Sequence[Writer]) -> None:
-    """Call `writers`, each with the folder to write below, and complete the checkpoint.
+    """Call `writers` and complete the checkpoint; see `begin_checkpoint`."""
+    begin_checkpoint(folder, step, writers).advance(waits=True)
+
+
+def begin_checkpoint(
+    folder: Path, step: int, writers: Sequence[Writer], *, is_rolling: bool = False
+) -> OpenCheckpoint:
+    """Call `writers`, each with the folder to write below; the checkpoint is not yet complete.
 
     The first one is Megatron's, which makes `iter_<step>` there; the others write into it. This
-    call and all writers are collective. Every file is hashed by one rank.
+    call and all writers are collective. What they write is the state at the time of the call.
 
     Raises RuntimeError with the folder and the reason: on all ranks if the folder cannot be made,
-    or files cannot be read or moved; on the ranks that notice if the disk fails a writer. Any other
-    error of a writer is raised on its rank.
+    or files cannot be read or moved, or a process cannot write; on the ranks that notice if the
+    disk fails a writer. Any other error of a writer is raised on its rank.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    saving = folders.saving_folder(folder)
+    rank, saving = dist.get_rank(), folders.saving_folder(folder)
 
     def prepare() -> None:
         if rank == 0:
@@ -47,27 +92,26 @@ def write_checkpoint(folder: Path, step: int, writers: Sequence[Writer]) -> None
 
     _everywhere(prepare, folder, step)
     for write in writers:
-        with _megatron_errors() as logged:
-            try:
-                write(saving)
-            except BaseException as error:  # torch's error of a distributed checkpoint is one
-                if not (reason := _disk_reason(error, logged, saving)):
-                    raise
-                raise RuntimeError(_not_written(folder, step, reason)) from error
-    objects.barrier()
-    place = saving / folders.iteration_name(step)
+        with _reported(folder, step):
+            write(saving)
+    return OpenCheckpoint(folder, step, is_rolling=is_rolling)
 
-    def seal() -> dict[str, str]:
-        return folders.sealed(place, folders.share(folders.files_of(place), rank, world_size))
 
-    found = _everywhere(seal, folder, step)
-    digests = {name: digest for part in found for name, digest in part.items()}
-
-    def complete() -> None:
-        if rank == 0:
-            folders.complete(folder, step, digests)
-
-    _everywhere(complete, folder, step)
+@contextlib.contextmanager
+def _reported(folder: Path, step: int, *, in_background: bool = False) -> Iterator[None]:
+    """Raise RuntimeError with the disk's reason for an error inside, if there is one, or, of
+    processes, with any."""
+    with _megatron_errors() as logged:
+        try:
+            yield
+        except BaseException as error:  # torch's error of a distributed checkpoint is one
+            reason = _disk_reason(error, logged, folders.saving_folder(folder))
+            if not reason and in_background and isinstance(error, CheckpointException):
+                reason = "; ".join(str(failure) for failure, _ in error.failures.values())
+                reason = reason or "a process that writes it has failed on another rank"
+            if not reason:
+                raise
+            raise RuntimeError(_not_written(folder, step, reason)) from error
 
 
 def _not_written(folder: Path, step: int, reason: str) -> str:

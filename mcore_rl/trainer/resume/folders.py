@@ -41,6 +41,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 COMPLETE = "complete.json"
 INTEGRITY = "integrity.json"
 _REPLACED = ".replaced"
+_ROLLING = "rolling"
 _FORMAT = 1
 _NAME = re.compile(r"iter_(\d{7,})")
 
@@ -268,11 +269,14 @@ def sealed(folder: Path, files: Sequence[Path]) -> dict[str, str]:
     return found
 
 
-def complete(folder: Path, step: int, digests: Mapping[str, str]) -> Path:
+def complete(
+    folder: Path, step: int, digests: Mapping[str, str], *, is_rolling: bool = False
+) -> Path:
     """Make what was written to `saving` a complete checkpoint; return its folder. One process.
 
-    `digests`, from `sealed`, cover all its files. A checkpoint of the same step is replaced. Raises
-    RuntimeError if a file has no digest or does not exist.
+    `digests`, from `sealed`, cover all its files. A checkpoint of the same step is replaced. A
+    rolling one is marked as deletable by `SaveRule`. Raises RuntimeError if a file has no digest or
+    does not exist.
     """
     written = saving_folder(folder) / iteration_name(step)
     missing = {file.as_posix() for file in files_of(written)} ^ digests.keys()
@@ -282,18 +286,33 @@ def complete(folder: Path, step: int, digests: Mapping[str, str]) -> Path:
     for path in _folders_of(written):
         sync(path)
     _write(written / INTEGRITY, {"algorithm": "sha256", "files": dict(sorted(digests.items()))})
-    _write(written / COMPLETE, {"format": _FORMAT, "step": step, "bytes": sizes})
+    record = {"format": _FORMAT, "step": step, "bytes": sizes, _ROLLING: is_rolling}
+    _write(written / COMPLETE, record)
     target = _move_into_place(folder, step)
     replace_text(folder / TRACKER, str(step))
     return target
 
 
-def prune(folder: Path, step: int, retain_interval: int) -> None:
-    """Delete the newest checkpoint before `step` unless `retain_interval` divides its step, as
-    Megatron's --save-retain-interval does. One process, after all of `step` is complete."""
-    before = max((found for found in complete_steps(folder) if found < step), default=0)
-    if before % retain_interval:
-        shutil.rmtree(folder / iteration_name(before), ignore_errors=True)
+def rolling_steps(folder: Path) -> list[int]:
+    """Return the complete checkpoints that `complete` has marked as rolling, the newest first."""
+    return [step for step in complete_steps(folder) if _is_rolling(folder / iteration_name(step))]
+
+
+def remove(folder: Path, step: int) -> None:
+    """Delete a checkpoint, if it is there. One process. A kill leaves it complete, or what is left
+    of it in `saving`, which the next save clears. A symbolic link is left alone, as by Megatron.
+    Raises OSError."""
+    place = folder / iteration_name(step)
+    removed = saving_folder(folder) / (place.name + _REPLACED)
+    if place.is_symlink() or not place.is_dir():
+        return
+    removed.parent.mkdir(exist_ok=True)
+    shutil.rmtree(removed, ignore_errors=True)
+    place.rename(removed)
+    sync(folder)
+    shutil.rmtree(removed)
+    with contextlib.suppress(OSError):  # another checkpoint may be written there
+        removed.parent.rmdir()
 
 
 def recover(folder: Path) -> list[int]:
@@ -392,6 +411,13 @@ def _record(place: Path, step: int) -> dict[str, int] | None:
         return sizes if is_right else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _is_rolling(place: Path) -> bool:
+    """Return whether a complete checkpoint is marked as rolling; earlier versions marked none."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        return parse_json(read_regular(place / COMPLETE)).get(_ROLLING) is True
+    return False
 
 
 def _folders_of(folder: Path) -> list[Path]:

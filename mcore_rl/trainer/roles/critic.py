@@ -47,7 +47,7 @@ from mcore_rl.megatron.world import MegatronWorld, parsed_args
 from mcore_rl.model.tensors import VALUE_HEAD
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.spec import ValueModelSpec
-from mcore_rl.trainer.resume.checkpoint_writer import write_checkpoint
+from mcore_rl.trainer.resume.checkpoint_writer import OpenCheckpoint, begin_checkpoint
 from mcore_rl.trainer.resume.folders import complete_steps, critic_folder, iteration_name
 from mcore_rl.trainer.resume.trainer_state import (
     TRAINER,
@@ -91,6 +91,7 @@ class Critic:
     ) -> None:
         self.world, self.state, self.shards, self.batching = world, state, shards, batching
         self.layout = world.layout
+        self._open: OpenCheckpoint | None = None  # being written
         self._loss_config = config.recipe.value_loss_config(config.rollout.max_response_tokens)
         with world:
             self.runner = ModelRunner(world.args, state, self.layout, batching)
@@ -142,7 +143,7 @@ class Critic:
         return out.loss, out.sums.stacked()
 
     def save(self, num_steps: int, checkpoints: Path) -> None:
-        """Write a checkpoint, with the generators of its ranks, next to the actor's."""
+        """Begin a checkpoint, with the generators of its ranks, next to the actor's."""
         with self.world as world:
 
             def write_model(saving: Path) -> None:
@@ -150,7 +151,13 @@ class Critic:
 
             trainer = TrainerState(num_steps, self.layout.describe())
             writers = [write_model, trainer_writer(trainer)]
-            write_checkpoint(critic_folder(checkpoints), num_steps, writers)
+            self._open = begin_checkpoint(critic_folder(checkpoints), num_steps, writers)
+
+    def has_saved(self, *, waits: bool) -> bool:
+        """Return whether the checkpoint is complete; see `OpenCheckpoint.advance`."""
+        if self._open is not None and self._open.advance(waits=waits):
+            self._open = None
+        return self._open is None
 
     def restore_random_states(self) -> None:
         """Restore this rank's random states from the loaded checkpoint, if it has any."""
@@ -248,6 +255,12 @@ class _Step:
     table: SampleTable
     epochs: list[list[Cuts]]
     division: Division
+
+
+class Saved(TypedDict):
+    """Whether the checkpoint that was begun is complete."""
+
+    is_complete: bool
 
 
 class BatchingFacts(TypedDict):
@@ -381,9 +394,14 @@ class ServedCritic:
         return found
 
     def save(self, *, num_steps: int, folder: str) -> None:
-        """Write a Megatron checkpoint next to the actor's."""
+        """Begin a Megatron checkpoint next to the actor's."""
         with megatron_adapter.megatron_output_to(self._log):
             self.model.save(num_steps, Path(folder))
+
+    def has_saved(self, *, waits: bool) -> Saved:
+        """Return whether the checkpoint is complete; `waits` completes it."""
+        with megatron_adapter.megatron_output_to(self._log):
+            return {"is_complete": self.model.has_saved(waits=waits)}
 
 
 class StepCritic:
@@ -440,5 +458,9 @@ class StepCritic:
         return self._metrics
 
     def save(self, num_steps: int, checkpoints: Path) -> None:
-        """Write a Megatron checkpoint of it next to the actor's."""
+        """Begin a Megatron checkpoint of it next to the actor's."""
         self.role.call(ServedCritic.save, num_steps=num_steps, folder=str(checkpoints))
+
+    def has_saved(self, *, waits: bool) -> bool:
+        """Return whether that checkpoint is complete; `waits` completes it."""
+        return self.role.call(ServedCritic.has_saved, waits=waits)["is_complete"]

@@ -29,7 +29,7 @@ from mcore_rl.job.engines import check_graphs
 from mcore_rl.patches import registry
 from mcore_rl.patches.registry import Patch, require
 from mcore_rl.planner.host import HostPhase
-from mcore_rl.tools.doctor import gpus, network, patches, ports, space, versions
+from mcore_rl.tools.doctor import checkpoint, gpus, network, patches, ports, space, versions
 from mcore_rl.tools.doctor.command import as_json
 from mcore_rl.tools.doctor.finding import FLAGS, Finding, green, red, refusal, yellow
 from mcore_rl.tools.doctor.gpus import Device, Gpus
@@ -380,7 +380,7 @@ def test_limits_of_files_and_locked_memory(found: Finding, level: str | None, wo
 
 @pytest.mark.parametrize(
     ("num_steps", "interval", "retain", "kept"),
-    [(60, None, None, 1), (60, 20, None, 3), (65, 20, None, 4), (60, 10, 30, 2), (65, 10, 30, 3)],
+    [(60, 60, None, 1), (60, 20, None, 3), (65, 20, None, 4), (60, 10, 30, 2), (65, 10, 30, 3)],
 )
 def test_kept_checkpoints_are_counted_as_saving_keeps_them(
     num_steps: int, interval: int | None, retain: int | None, kept: int
@@ -393,6 +393,21 @@ def test_kept_checkpoints_are_counted_as_saving_keeps_them(
             on_disk.pop()
         on_disk.append(step)
     assert space.num_kept(num_steps, interval, retain) == len(on_disk) == kept
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "retain", "most"), [(60, None, 4), (3, None, 3), (60, 20, 5)]
+)
+def test_saves_by_time_keep_at_most_a_few(num_steps: int, retain: int | None, most: int) -> None:
+    assert space.num_kept(num_steps, None, retain) == most
+
+
+def test_save_only_at_the_end_is_yellow() -> None:
+    finding = checkpoint.check_interval(60, 60)
+    assert_one([finding], "yellow", "--save-interval 60")
+    assert "drop it" in finding.remedy
+    for interval in (None, 59):
+        assert_one([checkpoint.check_interval(interval, 60)], None)
 
 
 def test_disk_must_hold_one_checkpoint_and_should_hold_all(tmp_path: Path) -> None:

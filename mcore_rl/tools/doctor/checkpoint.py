@@ -16,6 +16,7 @@ from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.quantization import FP8, MXFP4
 from mcore_rl.tools.doctor.finding import CHECKPOINT, Finding, Report, green, plural, yellow
 from mcore_rl.trainer.resume import folders
+from mcore_rl.trainer.resume.save_rule import SaveRule
 from mcore_rl.trainer.resume.trainer_state import check_mtp
 
 # The part of a checkpoint that is read or hashed; the sizes of all files are compared.
@@ -59,6 +60,15 @@ def check_values_of(checkpoint: HFCheckpoint, flag: str) -> tuple[int, list[str]
     check_copies(checkpoint.folder, checkpoint.repeated, flag=flag)
     every = max(1, math.ceil(checkpoint.stored_bytes / _READ_BYTES))
     return every, check_values(checkpoint, every=every)
+
+
+def check_interval(save_interval: int | None, num_steps: int) -> Finding:
+    """Check that a run that ends early can be resumed; `save_interval` is the given one."""
+    if save_interval is None or save_interval < num_steps:
+        return green(CHECKPOINT, f"saves {SaveRule(save_interval)}")
+    what = f"--save-interval {save_interval} saves only at the end of --rl-num-steps {num_steps}: "
+    what += "a run that is killed before cannot be resumed"
+    return yellow(CHECKPOINT, what, "drop it, to save by time, or lower it")
 
 
 def check_other_folders(checkpoints: Mapping[str, HFCheckpoint]) -> None:

@@ -21,6 +21,7 @@ from mcore_rl.planner.host import HostPhase
 from mcore_rl.planner.plan import Outcome
 from mcore_rl.tools.doctor.checkpoint import (
     check_hf_folder,
+    check_interval,
     check_load,
     check_other_folders,
     num_parameters,
@@ -122,6 +123,8 @@ def _examine_checkpoints(report: Report, job: Job) -> Path | None:
     shape, checkpoint, resumed = job.facts.shape, job.facts.checkpoint, None
     if shape is not None and checkpoint is not None:
         report.add(CHECKPOINT, lambda: check_hf_folder(shape, checkpoint))
+    interval = job.facts.given.get("save_interval")
+    report.findings.append(check_interval(interval, job.config.trainer.num_steps))
     with report.catching(CHECKPOINT):
         resumed = check_load(report, job.values, job.config)
     if job.facts.spec is not None:
@@ -197,9 +200,11 @@ class Job:
             critic = facts.spec.critic if facts.spec else None
             models.append(critic.checkpoint if critic else facts.checkpoint)
         size = checkpoint_bytes(outcome, [num_parameters(model) for model in models])
-        interval = self.values.get("save_interval")
+        given = facts.given  # --save brings an interval that only Megatron asks for
         kept = num_kept(
-            self.config.trainer.num_steps, interval, self.values.get("save_retain_interval")
+            self.config.trainer.num_steps,
+            given.get("save_interval"),
+            given.get("save_retain_interval"),
         )
         return Saves(
             checkpoint_folder(self.values.get("save"), self.config.run.directory), size, kept

@@ -29,6 +29,7 @@ from mcore_rl.tools.doctor.finding import (
     red,
     yellow,
 )
+from mcore_rl.trainer.resume.save_rule import NUM_NEWEST
 
 SHARED_FOLDER = Path("/dev/shm")
 _LEAST_BYTES = 1 << 30  # for logs, metrics, temporary files
@@ -68,8 +69,12 @@ def free_bytes(folder: Path) -> int:
 
 
 def num_kept(num_steps: int, save_interval: int | None, retain_interval: int | None) -> int:
-    """Return the number of checkpoints at the end; the last step is always saved."""
-    if not save_interval or save_interval >= num_steps:
+    """Return the number of checkpoints at the end, or while the last one is written; the last step
+    is always saved. Without `save_interval`, which is the given one, at most that many."""
+    if save_interval is None:
+        more = 2 if retain_interval is None else num_steps // retain_interval  # the best; a new one
+        return min(num_steps, NUM_NEWEST + more)
+    if save_interval >= num_steps:
         return 1
     return math.ceil(num_steps / math.lcm(save_interval, retain_interval or 1))
 

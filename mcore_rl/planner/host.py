@@ -165,7 +165,7 @@ class _Planning:
             yield self._phase(SCORES, whole, held, self._scores, activations)
         if self._case.has_engines or self._case.has_servers:
             yield self._phase(HAND_OVER, whole, held, self._bucket)
-        copies = max(map(checkpoint_copies_bytes, self._case.models))
+        copies = checkpoint_copies_bytes(self._case.models)
         yield self._phase(SAVE, whole, held, self._everywhere("copies", copies))
         if engine.exports:
             file = self._everywhere("file being exported", exported_file_bytes(self._case))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +33,8 @@ PINNED_OVER_USED = 1 / math.log(2)
 # Of a parameter whose optimizer is on the host by --optimizer-cpu-offload: two moments, and main
 # parameter and gradient, which are pinned; all in float32, whatever --exp-avg-dtype is.
 OFFLOADED_BYTES = 2 * 4 + PINNED_OVER_USED * 2 * 4
+# The process that writes with --async-save: Python with torch, and a tensor.
+WRITER_BYTES = 3 * 10**8
 # Size of the files of `megatron.hf_export`; a rank holds one at once.
 EXPORTED_FILE_BYTES = 5 << 30
 
@@ -149,8 +151,31 @@ def exported_file_bytes(case: Case) -> int:
     return min(EXPORTED_FILE_BYTES, sum(spec.num_bytes for spec in ends) + in_layers)
 
 
-def checkpoint_copies_bytes(model: TrainedModel) -> int:
-    """Return a rank's host bytes besides the state while a checkpoint is written or read."""
+def checkpoint_copies_bytes(models: Iterable[TrainedModel]) -> int:
+    """Return a rank's host bytes besides the state while checkpoints of `models`, on the same or
+    other ranks, are written or read, on the rank that needs most."""
+    of_ranks: dict[tuple[int, ...], list[TrainedModel]] = {}
+    for model in models:
+        of_ranks.setdefault(model.ranks, []).append(model)
+    return max(map(_copies_bytes, of_ranks.values()))
+
+
+def _copies_bytes(models: Sequence[TrainedModel]) -> int:
+    """Return `checkpoint_copies_bytes` of models on the same ranks."""
+    if not models[0].training.saves_in_background:
+        return max(map(_largest_copy_bytes, models))
+    # All of it at once, of all models, beside the process that writes.
+    return WRITER_BYTES + sum(map(_saved_bytes, models))
+
+
+def _saved_bytes(model: TrainedModel) -> int:
+    """Return an upper bound on the bytes that a rank saves: weights, which data parallelism
+    divides, and its share of the optimizer."""
+    stages = zip(stage_state(model), optimizer_bytes(model), strict=True)
+    return max(state["weights"] + optimizer for state, optimizer in stages)
+
+
+def _largest_copy_bytes(model: TrainedModel) -> int:
     elements = largest_tensor(model)
     tensor = elements * model.training.weight_bytes
     if model.training.saved_in_pieces:
@@ -182,7 +207,7 @@ def _host(case: Case, traffic_bytes: int, routed: Mapping[str, int]) -> dict[str
                 sizes |= _actors_host_bytes(case, traffic_bytes, routed)
         # Models are saved one after the other.
         if case.engine.saves_checkpoints and models[0] not in case.teachers:
-            sizes["checkpoint being written"] = max(map(checkpoint_copies_bytes, models))
+            sizes["checkpoint being written"] = checkpoint_copies_bytes(models)
         of_ranks.append(sizes)
     per_rank = max(of_ranks, key=lambda sizes: sum(sizes.values()))
     ranks = min(case.machine.ranks_per_node, case.train.world_size)

@@ -81,6 +81,7 @@ class TrainSettings:
     # Whether checkpoints are written and read in pieces of a few MB: those of the distributed
     # optimizer that --dist-ckpt-optim-fully-reshardable names by parameter.
     saved_in_pieces: bool = False
+    saves_in_background: bool = False  # --async-save
     # Parts whose size is exact: a run is refused only because of these.
     exact: frozenset[str] = frozenset({"weights", "gradients", "optimizer"})
 

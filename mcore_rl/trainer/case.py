@@ -281,6 +281,7 @@ def _train_settings(
             and is_distributed
             and not values.get("use_precision_aware_optimizer")
         ),
+        saves_in_background=bool(values.get("async_save")),
         exact=_exact(values),
     )
 

@@ -62,6 +62,19 @@ def test_node_holds_models_and_engines_of_all_ranks() -> None:
     assert RESUME in phases_of(qwen(loads_checkpoint=True))
 
 
+def test_save_in_the_background_holds_a_copy_of_what_a_rank_saves() -> None:
+    """On hosts without GPUs, and with them."""
+    case = qwen(2, saves_checkpoints=True)
+    training = dataclasses.replace(case.training, saves_in_background=True)
+    in_background = dataclasses.replace(case, training=training)
+    (state,), (optimizer,) = stage_state(case.actor), optimizer_bytes(case.actor)
+    copy = state["weights"] + optimizer
+    assert copy < phases_of(in_background)[SAVE].parts["copies"] / 2 < copy + GB // 2
+    assert phases_of(case)[SAVE].parts["copies"] / 2 < copy / 4
+    host = memory_of(in_background, resident_of(case)).host_bytes["checkpoint being written"]
+    assert host == phases_of(in_background)[SAVE].parts["copies"]
+
+
 def test_cpu_without_16_bit_products_holds_widened_weights() -> None:
     case = qwen(2)
     found = {name: phase.parts for name, phase in phases_of(case, widens=True).items()}

@@ -78,7 +78,8 @@ class RunSaver:
         # One clock for all ranks.
         if objects.broadcast(self._rule.is_due(step + 1, time.monotonic() - self._last)):
             self._begin(step + 1)
-            self._advance(waits=not self._job.args.async_save)
+            if not self._job.args.async_save:
+                self._advance(waits=True)
 
     def save(self, num_steps: int) -> None:
         """Save the state after `num_steps` steps, unless that has been saved, and complete it."""

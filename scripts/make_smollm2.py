@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,7 +42,7 @@ NUM_HELDOUT = 48  # of each kind
 SEED = 1234
 ANSWER = "Answer with one short sentence."
 # Question and numbers of each kind, and its answer.
-KINDS = {
+KINDS: dict[str, tuple[str, range, Callable[[int, int], int]]] = {
     "sum": ("What is {} plus {}?", range(1, 21), lambda a, b: a + b),
     "product": ("What is {} times {}?", range(1, 10), lambda a, b: a * b),
     "larger": ("Which number is larger, {} or {}?", range(1, 100), max),

@@ -133,6 +133,9 @@ def outcome(
         checkpoint = make_multimodal(checkpoint, request.param, folder / "published", **more)
     is_other = request.param in PUBLISHED_STACKED
     saved = checkpoint if is_other else saved_by_transformers(checkpoint, folder)
+    if request.param == "mistral3":  # published beside it: the same in Mistral's own format
+        save_file({}, saved / "consolidated.safetensors")
+        (saved / "params.json").write_text("{}")
     # As many as the model has positions, less the one that scoring takes.
     longest = ("--rl-max-prompt-tokens", str(read_model_shape(saved).max_positions - 1))
     has_blocks = has_one_block_a_layer(arch)

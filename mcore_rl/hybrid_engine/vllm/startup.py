@@ -290,7 +290,7 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
         options |= {name: config.timeout_seconds for name in names if name in known}
     return dict(
         runner="generate",  # vLLM's own choice may be a pooling model
-        config_format="hf",  # beside Mistral's params.json, too
+        config_format="hf",  # also where a folder has them in Mistral's own format
         distributed_executor_backend="external_launcher",
         tensor_parallel_size=config.tp_size,
         enable_expert_parallel=config.enable_expert_parallel,

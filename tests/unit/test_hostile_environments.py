@@ -29,6 +29,7 @@ from mcore_rl.isolation import wire, zygote_process
 from mcore_rl.isolation.wire import Failed, answer_of
 from mcore_rl.isolation.zygote import Program
 from mcore_rl.rewards.parts import weighed
+from mcore_rl.rollout.comparison import Selection
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, SamplingTarget
 from mcore_rl.rollout.group_plan import GroupPlan
@@ -327,7 +328,7 @@ def test_conversations_are_settled_once_and_tokens_counted(
             lambda draw: Prompt(draw, "add", "", np.array([draw], np.int32)),
             dispatcher=Dispatcher(target, LocalCounters(), "step"),
             rewards=rewards,  # type: ignore[arg-type]
-            differs=_differs if compares else None,
+            select=_select if compares else None,
             at_once=6,
             conversations=conversations,
         )
@@ -359,5 +360,5 @@ class _Rewards(NoRewards):
         return weighed(rollouts, outcomes, {"environment": 1.0})
 
 
-def _differs(scored: Any) -> bool:
-    return len({each.reward for each in scored if each.is_valid}) > 1
+def _select(scored: Any) -> Selection:
+    return Selection(len({each.reward for each in scored if each.is_valid}) > 1)

@@ -151,6 +151,12 @@ class TokenizerProcess:
         found: int | None = self._ask("eos_token_id")
         return found
 
+    @property
+    def template(self) -> str | None:
+        """The text of the chat template in use; None without one."""
+        found: str | None = self._ask("template")
+        return found
+
     def tokenise(
         self, rows: Sequence[Mapping[str, Any]], *, limit: int, special: bool, skips: bool = False
     ) -> list[Tokenised | str]:

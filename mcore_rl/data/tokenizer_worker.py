@@ -78,6 +78,11 @@ class _Worker:
         found: int | None = chat.tokenizer.eos_token_id
         return found
 
+    def template(self, chat: Any, request: Request) -> str | None:
+        """Return the text of the chat template in use."""
+        found: str | None = chat.template if request["settings"]["use_template"] else None
+        return found
+
     def is_special(self, chat: Any, request: Request) -> bool:
         """Call `ChatTokenizer.is_special`."""
         return bool(chat.is_special(request["token"]))

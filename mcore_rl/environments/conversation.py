@@ -19,6 +19,7 @@ turn (GLM: <|user|>). Templates without the roles `tool` or `system` get these m
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -35,6 +36,7 @@ from mcore_rl.data.prompt_cache import tokenizer_process
 from mcore_rl.data.prompts import chat_template
 from mcore_rl.data.tokenizer import response_ends, vocabulary_size
 from mcore_rl.data.tokenizer_process import ProcessEnded, TokenizerProcess
+from mcore_rl.environments.tool_formats import ToolFormat, format_of
 from mcore_rl.isolation.wire import Failed
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ _USER = {"role": "user", "content": _QUESTION}
 _ASSISTANT = {"role": "assistant", "content": _ANSWER}
 _REFUSED = "returned messages that the chat template refuses"
 _LEFT_OUT = "returned messages that the chat template leaves out"
+_NO_TOOLS = "set tool_schemas that the chat template leaves out"
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -71,7 +74,7 @@ class ConversationTokens:
         `place`."""
         in_process = isinstance(tokenizer, TokenizerProcess | ChatTokenizer)
         self._chat = tokenizer if in_process else ChatTokenizer(tokenizer)
-        self._ends = frozenset(ends)
+        self.ends = frozenset(ends)
         self._vocabulary = vocabulary
         self._use_chat_template = use_chat_template
         self._num_ending = 0  # tokens that a template appends to a turn, the end included
@@ -105,9 +108,17 @@ class ConversationTokens:
             place=str(folder),
         )
 
-    def first(self, token_ids: np.ndarray, prompt: Any) -> np.ndarray | Failed:
+    def tool_format(self, tool_parser: str, reasoning_parser: str) -> ToolFormat | None:
+        """Return the format in which the model calls tools, by the names of the flags; None: it has
+        none that is known."""
+        return format_of(self._chat.template, tool_parser, reasoning_parser)
+
+    def first(
+        self, token_ids: np.ndarray, prompt: Any, tools: str | None = None
+    ) -> np.ndarray | Failed:
         """Return `[p]` int32, the model's first input. `token_ids` are those of the file's prompt;
-        `prompt` is the result of the environment's start."""
+        `prompt` is the result of the environment's start, and `tools` the JSON of its functions,
+        which the chat template describes before messages."""
         if prompt is None:
             return token_ids
         if isinstance(prompt, str) and self._use_chat_template:
@@ -116,7 +127,7 @@ class ConversationTokens:
         if isinstance(prompt, str):
             found = self._encoded(prompt, special=True)  # like a prompt of the file
         elif _is_messages(prompt):
-            text = self._first_text(prompt)
+            text = self._first_text(prompt, [] if tools is None else json.loads(tools))
             found = text if isinstance(text, Failed) else self._encoded(text)
         else:
             found = list(prompt)
@@ -147,24 +158,26 @@ class ConversationTokens:
             if isinstance(ids, Failed):
                 return ids
             if begins == _CALL:  # the model has written the call, up to its end
-                ids = ids[next((n for n, each in enumerate(ids) if each in self._ends), 0) :]
-                return self._checked(ids[1:] if last in self._ends else ids)
+                ids = ids[next((n for n, each in enumerate(ids) if each in self.ends), 0) :]
+                return self._checked(ids[1:] if last in self.ends else ids)
             return self._checked(ids[self._num_written(ids, last) :])
         assert failed is not None, "there is always one form"
         return failed
 
     def _num_written(self, ids: Sequence[int], last: int | None) -> int:
         """Count the tokens of a turn's ending that the model wrote, if `last` is its last token."""
-        if last not in self._ends:
+        if last not in self.ends:
             return 0
         if self._num_ending:
             return self._num_ending
         return int(bool(ids) and ids[0] == last)
 
-    def _first_text(self, messages: Messages) -> str | Failed:
+    def _first_text(self, messages: Messages, tools: Sequence[Any]) -> str | Failed:
         failed: Failed | None = None
         for form in _forms_of_a_start(messages):
-            text = self._rendered(form)
+            text = self._rendered(form, tools=tools)
+            if isinstance(text, str) and not all(t["function"]["name"] in text for t in tools):
+                text = Failed(_NO_TOOLS, "give --rl-tool-parser none, or another template")
             if isinstance(text, str) and _all_shown(form, text):
                 self._warn_if_changed(messages, form)
                 return text
@@ -188,11 +201,15 @@ class ConversationTokens:
         except (RejectedRow, ProcessEnded) as error:
             return Failed("returned a text that cannot be tokenized", shortened(str(error)))
 
-    def _rendered(self, messages: Messages, *, opens_turn: bool = True) -> str | Failed:
+    def _rendered(
+        self, messages: Messages, *, opens_turn: bool = True, tools: Sequence[Any] = ()
+    ) -> str | Failed:
         if not self._use_chat_template:
             return Failed("returned messages", "no chat template is used that could render them")
         try:
-            return str(self._chat.render([dict(each) for each in messages], opens_turn=opens_turn))
+            more: dict[str, Any] = {"tools": list(tools)} if tools else {}
+            copies = [dict(each) for each in messages]
+            return str(self._chat.render(copies, opens_turn=opens_turn, **more))
         except RejectedRow as error:
             reason = error.problem.partition("(")[2].removesuffix(")") or error.problem
             return Failed(_REFUSED, shortened(reason))
@@ -249,18 +266,18 @@ class ConversationTokens:
         in_tail, in_history = self._encoded(tail), self._encoded(behind)
         if isinstance(in_tail, Failed) or isinstance(in_history, Failed):
             return "its texts cannot be tokenized"
-        self._num_ending = next((n for n, t in enumerate(in_tail, 1) if t in self._ends), 0)
+        self._num_ending = next((n for n, t in enumerate(in_tail, 1) if t in self.ends), 0)
         if behind.startswith(tail) and self._num_ending:
             return None
         is_replaced = len(in_tail) == self._num_ending == 1 and self._chat.is_special(in_history[0])
-        is_ended_by_next = not tail.strip() and in_history[:1] and in_history[0] in self._ends
+        is_ended_by_next = not tail.strip() and in_history[:1] and in_history[0] in self.ends
         if is_replaced or is_ended_by_next:
             return None
         if not behind.startswith(tail):
             return "it ends a turn differently once others follow"
         return (
             "it does not end an assistant's turn with a token at which the engine ends a "
-            f"response ({', '.join(map(str, sorted(self._ends))) or 'there is none'})"
+            f"response ({', '.join(map(str, sorted(self.ends))) or 'there is none'})"
         )
 
 

@@ -34,6 +34,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.near_names import did_you_mean
 from mcore_rl.common.user_code import find_in_module, import_user_file, meant_own
 from mcore_rl.data.sources import NO_ENVIRONMENT
+from mcore_rl.environments.tool_formats import AUTO, NONE
 
 Message = Mapping[str, str]  # "role", "content", and other keys that the chat template reads
 Text = str | Sequence[Message] | Sequence[int]  # a text used unchanged, messages, or token ids
@@ -49,6 +50,31 @@ _SHIPPED = {
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call that the model has written in its own format.
+
+    Example: `ToolCall("price", '{"item": "apple"}')`.
+    """
+
+    name: str
+    arguments: str  # a JSON object, unless the model wrote something else
+    id: str = ""  # if the format has one
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A turn in the model's own format, taken apart.
+
+    Example: `Turn("I look it up.", "Which price?", (ToolCall("price", "{}"),))`.
+    """
+
+    content: str
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    is_malformed: bool = False  # it begins a call that cannot be read
+
+
+@dataclass(frozen=True, slots=True)
 class EnvironmentPrompt:
     """The prompt as its environment receives it."""
 
@@ -56,6 +82,7 @@ class EnvironmentPrompt:
     answer: Any  # a text, a list or an object
     row: Mapping[str, Any]  # all columns of the prompts file
     seed: int  # unique to the sample; the same when a run is repeated
+    has_tool_format: bool = False  # the model has one, which --rl-tool-parser reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +93,7 @@ class Response:
     token_ids: tuple[int, ...]  # with it
     turn: int  # 1, 2, ...
     finish_reason: str  # "stop" or "length"
+    in_parts: Turn | None = None  # if the environment has `tool_schemas`
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +116,13 @@ class Environment:
 
     A class that overrides `state` and `restore` can continue a conversation in another process: in
     a later step (--rl-partial-rollouts), or after a run that samples ahead has resumed.
+
+    `tool_schemas`, set by `start` and `restore`, are functions in the format of OpenAI's API, which
+    the chat template describes to the model. Turns then come taken apart, as `Response.in_parts`.
+    Only for a prompt that `has_tool_format`.
     """
+
+    tool_schemas: Sequence[Mapping[str, Any]] = ()
 
     def __init_subclass__(cls, *, name: str | None = None, **more: Any) -> None:
         """`name` registers the class for `--rl-environment`. ValueError: another class has the
@@ -144,6 +178,14 @@ class EnvironmentSpec:
     # `SourceSpec.key` -> name, of sources with an environment of their own, or NO_ENVIRONMENT
     of_sources: Mapping[str, str] = field(default_factory=dict)
     needs_state: bool = False  # conversations continue in later steps
+    tool_parser: str = AUTO  # see `tool_formats.format_of`
+    reasoning_parser: str = AUTO
+    has_tool_format: bool = False  # the model has a format that they read
+
+    @property
+    def names_parsers(self) -> bool:
+        """Whether the user has named a parser of vLLM."""
+        return not {self.tool_parser, self.reasoning_parser} <= {AUTO, NONE}
 
     @property
     def names(self) -> tuple[str, ...]:

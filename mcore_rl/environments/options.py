@@ -9,6 +9,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, param, parameters_of
 from mcore_rl.data.sources import NO_ENVIRONMENT, SourceSpec
 from mcore_rl.environments.interface import FLAG, EnvironmentSpec
+from mcore_rl.environments.tool_formats import AUTO, NONE
 from mcore_rl.isolation.levels import parse_accepted
 from mcore_rl.isolation.variables import parse_environment_names
 
@@ -49,6 +50,17 @@ class EnvironmentOptions(Parameters):
         least=1,
     )
 
+    tool_parser: str = param(
+        AUTO,
+        "how calls of tools are read: auto: as the chat template writes them; none: in mcore_rl's "
+        "own JSON format; or vLLM's name of a parser (--tool-call-parser)",
+    )
+    reasoning_parser: str = param(
+        AUTO,
+        "how reasoning is told from the answer: auto: as the chat template writes it; none; or "
+        "vLLM's name of a parser",
+    )
+
     def check(self, max_response_tokens: int) -> None:
         """Check that the flags of turns are given with an environment, and fit the response."""
         if self.environment is None:
@@ -60,6 +72,12 @@ class EnvironmentOptions(Parameters):
                         flag=f"{parameter.flag} {value}",
                         remedy="add that, or drop it",
                     )
+        elif self.tool_parser == NONE and self.reasoning_parser != AUTO:
+            raise UsageError(
+                f"has no effect with --rl-tool-parser {NONE}",
+                flag=f"--rl-reasoning-parser {self.reasoning_parser}",
+                remedy="drop one of the two",
+            )
         elif self.max_turn_tokens is not None and self.max_turn_tokens > max_response_tokens:
             raise UsageError(
                 f"is more than --rl-max-response-tokens {max_response_tokens}, which all turns of "
@@ -101,4 +119,6 @@ class EnvironmentOptions(Parameters):
             max_turn_tokens=self.max_turn_tokens,
             of_sources=own,
             needs_state=needs_state,
+            tool_parser=self.tool_parser,
+            reasoning_parser=self.reasoning_parser,
         )

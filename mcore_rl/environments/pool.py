@@ -12,6 +12,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any, Self
 
 from mcore_rl.batching.types import Prompt
@@ -100,6 +101,7 @@ class EnvironmentPool:
             "token_ids": [int(each) for each in response.token_ids],
             "turn": response.turn,
             "finish_reason": response.finish_reason,
+            "in_parts": None if response.in_parts is None else asdict(response.in_parts),
         }
         self._pool.ask(ticket, {"response": fields}, limit_seconds=self._timeout_seconds)
 
@@ -147,6 +149,7 @@ class EnvironmentPool:
 
     def _open(self, prompt: Prompt, seed: int, **more: Any) -> int:
         fields = {"text": prompt.text, "answer": prompt.answer, "row": prompt.row, "seed": seed}
+        fields["has_tool_format"] = self._spec.has_tool_format
         request = {"prompt": fields, "environment": self._spec.name_for(prompt.source), **more}
         ticket = self._pool.open()
         self._pool.ask(ticket, request, limit_seconds=self._timeout_seconds)

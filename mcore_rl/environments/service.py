@@ -16,6 +16,8 @@ from mcore_rl.environments.interface import (
     EnvironmentPrompt,
     Response,
     SingleTurn,
+    ToolCall,
+    Turn,
     keeps_state,
     resolve_environment,
 )
@@ -63,13 +65,21 @@ class _EnvironmentService:
         self._environment, self._keeps_state = environment(), keeps_state(environment)
         if kept is not None:
             awaited(self._environment.restore(prompt, json.loads(kept["state"])))
-            return [*wire.as_started(None), kept["state"]]
+            return [*wire.as_started(None), kept["state"], self._tools()]
         started = wire.as_started(awaited(self._environment.start(prompt)))
-        return [*started, self._state()]
+        return [*started, self._state(), self._tools()]
+
+    def _tools(self) -> str | None:
+        schemas = getattr(self._environment, "tool_schemas", ())
+        return wire.checked_tools(wire.as_state(schemas)) if schemas else None
 
     def _step(self, request: dict[str, Any]) -> list[Any]:
         fields = request["response"]
-        response = Response(**{**fields, "token_ids": tuple(fields["token_ids"])})
+        turn = fields["in_parts"]
+        if turn is not None:
+            turn = Turn(**{**turn, "calls": tuple(ToolCall(**each) for each in turn["calls"])})
+        token_ids = tuple(fields["token_ids"])
+        response = Response(**{**fields, "token_ids": token_ids, "in_parts": turn})
         stepped = wire.as_stepped(awaited(self._environment.step(response)))
         is_done = stepped[-1]
         return [*stepped, None if is_done else self._state()]

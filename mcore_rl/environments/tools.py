@@ -1,4 +1,4 @@
-"""Python functions as tools, called in the format that most models have learned.
+"""Python functions as tools, called in the format that the model has learned.
 
     class Shop(ToolEnvironment, name="shop"):
         def price(self, item: str, count: int = 1) -> float:
@@ -10,9 +10,10 @@
         def answered(self, text):
             return float(self.prompt.answer in text)
 
-A system message describes the tools to the model by JSON schemas. A turn calls one or more by
-`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Each result, or the error of the call,
-becomes a message of role `tool`. A turn without a call is the answer.
+The chat template describes the tools to the model, which calls them in its own format. Without such
+a template, or with --rl-tool-parser none, a system message describes them by JSON schemas. A turn
+then calls one or more by `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`. Each result,
+or the error of the call, becomes a message of role `tool`. A turn without a call is the answer.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ import typing
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from mcore_rl.environments.interface import Environment, EnvironmentPrompt, Response, StepResult
+from mcore_rl.environments.interface import (
+    Environment,
+    EnvironmentPrompt,
+    Response,
+    StepResult,
+    ToolCall,
+)
 from mcore_rl.isolation.process import text_of
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -37,6 +44,7 @@ To call one, write its name and its arguments as a JSON object within these tags
 <tool_call>
 {{"name": <function name>, "arguments": <object of arguments>}}
 </tool_call>"""
+_UNREADABLE = "error: the call cannot be read"
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array"}
 
 
@@ -51,7 +59,9 @@ class ToolEnvironment(Environment):
     role: ClassVar[str] = "tool"  # of the results; "user" for a chat template without it
 
     def start(self, prompt: EnvironmentPrompt) -> list[dict[str, str]]:
-        self.prompt = prompt
+        self._begin(prompt)
+        if self.tool_schemas:
+            return [{"role": "user", "content": prompt.text}]
         schemas = "\n".join(json.dumps(schema_of(tool)) for tool in self.tools)
         return [
             {"role": "system", "content": _INSTRUCTIONS.format(schemas=schemas)},
@@ -59,17 +69,40 @@ class ToolEnvironment(Environment):
         ]
 
     def restore(self, prompt: EnvironmentPrompt, state: Any) -> object:
-        self.prompt = prompt
+        self._begin(prompt)
         return None
 
+    def _begin(self, prompt: EnvironmentPrompt) -> None:
+        self.prompt = prompt
+        if prompt.has_tool_format:
+            self.tool_schemas = [schema_of(tool) for tool in self.tools]
+
     async def step(self, response: Response) -> StepResult:
-        calls = _CALL.findall(response.text)
+        turn = response.in_parts
+        text = response.text if turn is None else turn.content
+        calls = _CALL.findall(text) if turn is None else turn.calls
+        if turn is not None and turn.is_malformed:
+            return StepResult([self._message(_UNREADABLE)])
         if not calls:
-            value = self.answered(response.text)
+            value = self.answered(text)
             reward = await value if inspect.isawaitable(value) else value
             return StepResult(reward=reward, done=True)
-        results = [await self._result(call) for call in calls]
-        return StepResult([{"role": self.role, "content": result} for result in results])
+        return StepResult([await self._answer(call) for call in calls])
+
+    def _message(self, content: str, **more: str) -> dict[str, str]:
+        return {"role": self.role, "content": content, **more}
+
+    async def _answer(self, call: str | ToolCall) -> dict[str, str]:
+        """Return the message with the result of a call, in the own format or read by a parser."""
+        if isinstance(call, str):
+            return self._message(await self._result(call))
+        link = {"name": call.name, **({"tool_call_id": call.id} if call.id else {})}
+        try:
+            arguments = json.loads(call.arguments or "{}")
+        except ValueError:
+            return self._message(_UNREADABLE, **link)
+        written = json.dumps({"name": call.name, "arguments": arguments})
+        return self._message(await self._result(written), **link)
 
     def answered(self, text: str) -> float | Awaitable[float]:
         """Return the reward of a turn that calls no tool; may be async."""

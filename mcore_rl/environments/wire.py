@@ -25,10 +25,12 @@ _ONE_OF = "give a text, messages with role and content, or token ids"
 @dataclass(frozen=True, slots=True)
 class Started:
     """The environment is ready; `prompt` replaces the prompt unless it is None. `state` is JSON;
-    None if the class does not keep its state."""
+    None if the class does not keep its state. `tools` is the JSON of `tool_schemas`; None without
+    any."""
 
     prompt: Plain | None
     state: str | None = None
+    tools: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +53,21 @@ Event = Started | Stepped | Failed
 def as_started(value: object) -> list[Any]:
     """Convert the result of `start` for the message; InvalidValue if its type is not allowed."""
     return [None if value is None else plain_text(value, "start gives")]
+
+
+def checked_tools(text: object) -> str | None:
+    """Return the JSON of tools if they are functions with names, None for None; InvalidValue for
+    anything else."""
+    if text is None:
+        return None
+    try:
+        checked = checked_state(text)
+        names = [each["function"]["name"] for each in parse_json(checked)]
+    except (InvalidData, TypeError, LookupError) as error:
+        raise InvalidValue("set invalid tool_schemas", shortened(str(error))) from error
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise InvalidValue("set invalid tool_schemas", "each function has a name")
+    return checked
 
 
 def as_stepped(value: object) -> list[Any]:
@@ -154,10 +171,11 @@ def event_of(answer: Answer | Failed, *, is_first: bool) -> Event:
     num_fields = 1 if is_first else 3
     try:
         fields, rest = answer.value[:num_fields], answer.value[num_fields:]
+        tools = checked_tools(rest.pop()) if is_first and len(rest) == 2 else None
         state = None if rest in ([], [None]) else checked_state(*rest)
         if is_first:
             (prompt,) = fields
-            return Started(None if prompt is None else plain_text(prompt, ""), state)
+            return Started(None if prompt is None else plain_text(prompt, ""), state, tools)
         text, reward, done = as_stepped(tuple(fields))
         return Stepped(text, reward, done, state)
     except InvalidValue as error:

@@ -15,6 +15,7 @@ from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.environments.pool import check_environment
 from mcore_rl.rewards.pool import check_rewards
 from mcore_rl.rewards.specs import RewardSpec
+from mcore_rl.rollout.turn_reader import TurnReader
 from mcore_rl.sandbox import PYTHON_SANDBOX
 from mcore_rl.sandbox.code_rows import check_code_rows
 from mcore_rl.spec import JobSpec
@@ -41,7 +42,11 @@ def check_data(spec: JobSpec) -> None:
     check_code_tests(spec.rewards, spec.environment, train, held_out)
     if spec.environment is not None:
         check_environment(spec.environment)
-        ConversationTokens.of_model(folder, config.data, trust_remote_code=trusts, date=day)
+        tokens = ConversationTokens.of_model(
+            folder, config.data, trust_remote_code=trusts, date=day
+        )
+        if spec.environment.names_parsers:  # imports vLLM
+            TurnReader.of_model(folder, tokens, spec.environment, trust_remote_code=trusts)
     if int(os.environ.get("RANK", 0)) != 0:
         return
     fault = missing_end(folder, trust_remote_code=trusts)

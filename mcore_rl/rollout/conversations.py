@@ -24,6 +24,7 @@ from mcore_rl.hybrid_engine.vllm.generation import Completion
 from mcore_rl.isolation.wire import Failed
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.segments import KeptConversation, turn_start
+from mcore_rl.rollout.turn_reader import TurnReader
 
 _NO_TOKENS = np.empty(0, dtype=np.int32)
 _TOO_LONG = "began with too much"
@@ -39,6 +40,7 @@ class _Episode:
     num_turns: int = 0
     turn_tokens: list[int] = field(default_factory=list)  # of the last turn, as generated
     finish_reason: str = "stop"  # of the last turn
+    tools: str | None = None  # `Started.tools`
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +85,15 @@ class Conversations:
         max_prompt_tokens: int,
         max_tokens: int,
         waits: bool = False,
+        reader: TurnReader | None = None,
     ) -> None:
         """`max_tokens` bounds a response: its turns and observations together. With `waits`, events
         are returned when all have arrived, ordered by number, so that the engine's batches do not
-        depend on the speed of environments."""
+        depend on the speed of environments. `reader` reads the turns of environments with tools;
+        None: the model has no format for these."""
+        spec = dataclasses.replace(spec, has_tool_format=reader is not None)
         self._pool, self._tokens, self._spec = EnvironmentPool(spec), tokens, spec
+        self._reader = reader
         self._max_prompt_tokens, self._max_tokens = max_prompt_tokens, max_tokens
         self._waits = waits
         self._episodes: dict[int, _Episode] = {}
@@ -136,11 +142,20 @@ class Conversations:
         episode.turn_tokens, episode.finish_reason = token_ids.tolist(), finish_reason
         if episode.kept is not None:
             episode.kept = dataclasses.replace(episode.kept, unanswered=finish_reason)
+        in_parts = None
+        if self._reader is not None and episode.tools is not None:
+            rollout = episode.rollout
+            num_before = len(rollout.response_token_ids) - len(token_ids)
+            before = [rollout.prompt.token_ids, rollout.response_token_ids[:num_before]]
+            in_parts = self._reader.read(
+                np.concatenate(before), token_ids, episode.tools, is_cut=finish_reason == "length"
+            )
         response = Response(
             text=text,
             token_ids=tuple(episode.turn_tokens),
             turn=episode.num_turns,
             finish_reason=finish_reason,
+            in_parts=in_parts,
         )
         self._pool.step(episode.ticket, response)
 
@@ -199,7 +214,7 @@ class Conversations:
 
     def _begun(self, number: int, episode: _Episode, event: Started) -> Event | None:
         """Return the event of an environment that is ready; None if it has a turn to answer."""
-        kept, rollout = episode.kept, episode.rollout
+        kept, rollout, episode.tools = episode.kept, episode.rollout, event.tools
         if kept is None:
             return self._started(number, episode, event)
         start = turn_start(rollout)
@@ -212,7 +227,7 @@ class Conversations:
 
     def _started(self, number: int, episode: _Episode, event: Started) -> Event:
         prompt = episode.rollout.prompt
-        ids = self._tokens.first(prompt.token_ids, event.prompt)
+        ids = self._tokens.first(prompt.token_ids, event.prompt, event.tools)
         if isinstance(ids, np.ndarray) and len(ids) > self._max_prompt_tokens:
             ids = Failed(
                 _TOO_LONG, f"{len(ids)} tokens; --rl-max-prompt-tokens is {self._max_prompt_tokens}"

@@ -25,6 +25,7 @@ from mcore_rl.rollout.curriculum import Curriculum
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.evaluation import Evaluator
 from mcore_rl.rollout.sample_store import SampleStore
+from mcore_rl.rollout.turn_reader import TurnReader
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.resume.point import ResumePoint
 from mcore_rl.trainer.roles.remote import Role
@@ -209,16 +210,13 @@ def _environment_facts(spec: EnvironmentSpec | None) -> list[Any]:
 
 def _conversations(job: Job, spec: EnvironmentSpec, day: str) -> Conversations:
     """Build the environments of a TP group's samples, on its first rank."""
-    config = job.config
+    config, folder, trusts = job.config, job.spec.checkpoint.folder, job.spec.trust_remote_code
+    tokens = ConversationTokens.of_model(folder, config.data, trust_remote_code=trusts, date=day)
     return Conversations(
         spec,
-        ConversationTokens.of_model(
-            job.spec.checkpoint.folder,
-            config.data,
-            trust_remote_code=job.spec.trust_remote_code,
-            date=day,
-        ),
+        tokens,
         max_prompt_tokens=config.data.max_prompt_tokens,
         max_tokens=config.rollout.max_response_tokens,
         waits=config.rollout.deterministic,
+        reader=TurnReader.of_model(folder, tokens, spec, trust_remote_code=trusts),
     )

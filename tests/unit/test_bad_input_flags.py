@@ -164,6 +164,13 @@ groups_filtered_by_a_reward_model: {one_each} --rl-import {examples}/own_parts/f
     --rl-max-staleness 1 cannot be combined with --rl-group-filter solvable and --rl-reward-model
     ... give --rl-max-staleness 0, or drop either of the other two
     => drop --rl-group-filter world 3 --rl-reward-ranks 2 --rl-reward-model {here}/scores
+parser_of_no_environment: --rl-tool-parser hermes
+    --rl-tool-parser hermes has no effect without --rl-environment ... drop it
+    => drop --rl-tool-parser
+reasoning_of_no_format: --rl-environment calculator --rl-tool-parser none
+  --rl-reasoning-parser qwen3
+    --rl-reasoning-parser qwen3 has no effect with --rl-tool-parser none ... drop one
+    => drop --rl-tool-parser
 keys_of_nothing: {one_each} --rl-max-staleness 0 --rl-kv-after-update keep
     --rl-kv-after-update keep has no effect ... give --rl-max-staleness 1 or more, or drop it
     => --rl-max-staleness 1

@@ -630,7 +630,7 @@ def test_class_that_keeps_no_state_is_refused_by_name(world):
     assert not keeps_state(half)
 
 
-@pytest.mark.parametrize("state", ['"{"', "5", '"\\u00e4"', f'"{"1" * (1 << 19)}"', "null, null"])
+@pytest.mark.parametrize("state", ['"{"', "5", '"\\u00e4"', f'"{"1" * (1 << 19)}"', '"1", 5'])
 def test_malformed_state_is_a_failure(state):
     for fields in ("null", '["o", 1, false]'):
         is_first = fields == "null"

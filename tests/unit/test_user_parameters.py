@@ -270,7 +270,7 @@ FIELDS = {
     "AdvantageOutputs": "advantages returns",
     "Clip": "clip_eps_lower clip_eps_upper",
     "Discount": "gamma",
-    "EnvironmentPrompt": "text answer row seed",
+    "EnvironmentPrompt": "text answer row seed has_tool_format",
     "Drop": "reason refill",
     "DualClip": "clip_eps_lower clip_eps_upper dual_clip",
     "Family": "model_type class_name models spelt_out also_refused fixed latent_attention "
@@ -287,7 +287,7 @@ FIELDS = {
     "mismatch_correction score_centering off_policy_threshold old_log_probs num_samples_per_prompt "
     "dynamic_sampling group_filter max_refills overlong_buffer_tokens overlong_buffer_share "
     "missing_eos_penalty mask_truncated reward_clip trains_on",
-    "Response": "text token_ids turn finish_reason",
+    "Response": "text token_ids turn finish_reason in_parts",
     "Rollout": "prompt sample_index text response_token_ids rollout_log_probs finish_reason "
     "weight_version routes failure is_generated weight_versions turn_rewards top_tokens",
     "Router": "num_experts also_called expert_size score_function always_normalizes methods "

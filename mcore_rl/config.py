@@ -121,6 +121,12 @@ class TrainerOptions(Parameters):
         False, "start from --rl-hf-checkpoint if --load has no checkpoint yet, for restarted jobs"
     )
     export_hf: str | None = param(None, "Hugging Face folder to export the trained policy to")
+    export_interval: int = param(
+        0,
+        "export every this many steps as well, and keep the export with the best evaluation in the "
+        "folder of the same name with -best; 0: only at the end",
+        least=0,
+    )
     export_dtype: str = param(
         "auto",
         "dtype of the export; auto: that of --rl-hf-checkpoint, with bfloat16 for FP8 blocks; fp8: "

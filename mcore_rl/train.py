@@ -33,17 +33,16 @@ from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.common.run_output import log_file, setup_logging
 from mcore_rl.common.spawning import main_script_left_out
 from mcore_rl.flags.parser import with_rl_args
-from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.hybrid_engine.peft_export import export_adapter
 from mcore_rl.job.inputs import check_data
 from mcore_rl.job.start import job_from_args, start
-from mcore_rl.model.quantization import FP8
 from mcore_rl.model.roles import ACTOR, ROLLOUT
 from mcore_rl.observe.progress import run_facts
 from mcore_rl.rollout.collector import Collected
 from mcore_rl.rollout.evaluation import is_due
 from mcore_rl.trainer.build import Parts, build
 from mcore_rl.trainer.engine_ranks import serve_engines
+from mcore_rl.trainer.exports import RunExports
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Updates
 from mcore_rl.trainer.models import serve_role
@@ -103,6 +102,12 @@ class Run:
         self.first_step, self.manager = parts.models.state.iteration, parts.rollouts.manager
         self._learner, self._saver = parts.models.learner, parts.saver
         self._rollouts = parts.rollouts
+        self._exports = RunExports(
+            job.config.trainer,
+            parts.models.shards,
+            job.spec.checkpoint,
+            apart_from=(job.config.run.directory, parts.saver.folder),
+        )
         self._monitors, self._timers = parts.monitors, parts.monitors.timers
         self._evaluation: dict[str, float] = {}
         self._num_done = self.first_step
@@ -175,6 +180,7 @@ class Run:
         before the last step, ends the run.
         """
         alarm = self._monitors.recorder.record(step, collected, batch, updates, self._evaluation)
+        self._exports.note(step, self._evaluation)
         self._num_done = step + 1
         self._monitors.tracer.end_step()
         if alarm:
@@ -209,8 +215,9 @@ class Run:
         self.manager.weight_version -= 1
 
     def save_if_due(self, step: int) -> None:
-        """Save a checkpoint every `--save-interval` steps."""
+        """Save a checkpoint, and export the policy, if it is time."""
         self._saver.save_if_due(step)
+        self._exports.export_if_due(step + 1)
 
     def finish(self) -> None:
         """Evaluate the final policy, save, export, and write the summary."""
@@ -219,14 +226,8 @@ class Run:
             self.sample_eval(config.trainer.num_steps, engine.weight_version)
         self.evaluate()
         self._saver.save(config.trainer.num_steps)
-        if config.trainer.export_hf:
-            export(
-                self.parts.models.shards,
-                self.job.spec.checkpoint,
-                Path(config.trainer.export_hf),
-                as_float8=config.trainer.export_dtype == FP8,
-                apart_from=(config.run.directory, self._saver.folder),
-            )
+        self._exports.export(config.trainer.num_steps)
+        self._exports.note(config.trainer.num_steps, self._evaluation)
         if config.lora.export:
             assert self.job.spec.lora is not None, "refused by model.lora"
             export_adapter(

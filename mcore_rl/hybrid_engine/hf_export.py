@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mcore_rl.common import objects
+from mcore_rl.common.disk import replace_folder
 from mcore_rl.hybrid_engine.plan.transfer_plan import Plan, make_plan
 from mcore_rl.hybrid_engine.transfer.transfer import Transfer
 from mcore_rl.megatron import float8
@@ -102,8 +103,7 @@ def export(
     if rank == 0:
         _copy_others(checkpoint.folder, partial, {target, partial, *apart_from})
         _write_rest(checkpoint, partial, parts, names, as_float8=as_float8)
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
+        replace_folder(partial, target)
     objects.barrier()
 
 

@@ -22,7 +22,7 @@ from mcore_rl.data.sources import EVAL_PROMPTS, PROMPTS, check_lengths
 from mcore_rl.flags.classes import check_numbers, check_order, check_refused
 from mcore_rl.flags.packages import check_packages
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint
-from mcore_rl.megatron.hf_files import EXPORT_MARKER
+from mcore_rl.megatron.hf_files import EXPORT_MARKER, best_export
 from mcore_rl.megatron.model_provider import named_spec
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.families import family_of
@@ -201,8 +201,10 @@ def check_outputs(config: RLConfig, given: Mapping[str, Any]) -> None:
                 _check_writable(Path(folder), as_flag(dest, folder))
     if given.get("save"):
         _check_writable(Path(given["save"]), f"--save {given['save']}")
-    if config.trainer.export_hf:
-        _check_export(config, config.trainer.export_hf, resumes=bool(given.get("load")))
+    if export := config.trainer.export_hf:
+        _check_export(config, export, resumes=bool(given.get("load")))
+    if config.trainer.export_interval:
+        _check_export_interval(config, resumes=bool(given.get("load")))
     if config.trainer.verify_megatron_only and not config.trainer.export_hf:
         raise UsageError(
             "compares what it exports with the checkpoint, and --rl-export-hf is not given",
@@ -212,6 +214,24 @@ def check_outputs(config: RLConfig, given: Mapping[str, Any]) -> None:
     if out := config.trainer.verify_out:
         check_output_file(Path(out), f"--rl-verify-out {out}")
         _check_writable(Path(out).absolute().parent, f"--rl-verify-out {out}")
+
+
+def _check_export_interval(config: RLConfig, *, resumes: bool) -> None:
+    """Check that the best export can be found, and written."""
+    interval, every = config.trainer.export_interval, config.evaluation.eval_interval
+    flag = f"--rl-export-interval {interval}"
+    if config.trainer.export_hf is None:
+        raise UsageError(
+            "has no effect without --rl-export-hf", flag=flag, remedy="add that, or drop this"
+        )
+    if every and interval % every:
+        raise UsageError(
+            f"must be a multiple of --rl-eval-interval {every}, since the best export is the one "
+            "with the best evaluation",
+            flag=flag,
+            remedy=f"give {-(-interval // every) * every}",
+        )
+    _check_export(config, str(best_export(config.trainer.export_hf)), resumes=resumes)
 
 
 def _check_export(config: RLConfig, folder: str, *, resumes: bool) -> None:

@@ -34,6 +34,14 @@ from mcore_rl.model.tensors import TensorInfo, is_mtp_copy
 # `hf_export` writes this file; only a folder that has it may be replaced.
 EXPORT_MARKER = "mcore_rl_export.json"
 INDEX = "model.safetensors.index.json"
+
+
+def best_export(folder: str) -> Path:
+    """Return the folder of the best export of a run, next to that of `--rl-export-hf`."""
+    target = Path(folder).resolve()
+    return target.with_name(target.name + "-best")
+
+
 _SINGLE = "model.safetensors"
 # Weights in any format, checkpoints, their indexes, and incomplete downloads or copies of them.
 _MORE = r"(\.index(\.json)?|\.data)?(\.(incomplete|part|tmp|aria2|bak))?"

@@ -149,7 +149,7 @@ def assert_same_metrics(found: dict[str, float], expected: dict[str, float]) -> 
     assert not differing and found.keys() == expected.keys(), differing
 
 
-def exported_weights(run_dir: Path) -> dict[str, str]:
-    """A hash of each file in `exported`."""
-    files = sorted((run_dir / "exported").glob("*.safetensors"))
+def exported_weights(run_dir: Path, name: str = "exported") -> dict[str, str]:
+    """A hash of each file in the folder of an export."""
+    files = sorted((run_dir / name).glob("*.safetensors"))
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}

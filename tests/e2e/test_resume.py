@@ -36,7 +36,7 @@ IN_BACKGROUND = "--async-save --save-interval 1 --save-retain-interval 2 "
 COMMON = (
     *("--rl-num-steps", str(NUM_STEPS), "--save-interval", str(SAVED_AT)),
     *("--rl-num-prompts-per-step", "8", "--rl-num-samples-per-prompt", "4"),
-    *("--rl-eval-interval", "4", "--rl-num-eval-prompts", "32"),
+    *("--rl-eval-interval", "4", "--rl-num-eval-prompts", "32", "--rl-export-interval", "4"),
     *("--rl-reference-refresh-interval", "1"),
     # Else which engine samples what depends on their speed, and last bits on who shares a batch.
     "--rl-deterministic",
@@ -191,6 +191,8 @@ def test_metrics_and_weights_are_those_of_an_undisturbed_run(runs: tuple[Run, Ru
     for step, metrics in whole.metrics.items():
         assert_same_metrics(resumed.metrics[step], metrics)
     assert whole.weights == resumed.weights and whole.weights
+    # The only export, of the last step, is the best.
+    assert exported_weights(whole.folder, "exported-best") == whole.weights
 
 
 def test_responses_were_pending_at_the_checkpoint_and_continued(runs: tuple[Run, Run, Run]) -> None:

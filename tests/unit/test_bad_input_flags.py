@@ -359,6 +359,12 @@ export_would_replace_the_checkpoint: --rl-hf-checkpoint {here}/export --rl-expor
     --rl-export-hf {here}/export would replace --rl-hf-checkpoint {here}/export ... which the
     run reads ... name a new folder
     => --rl-export-hf {here}/new drop --load
+export_interval_alone: --rl-export-interval 4
+    --rl-export-interval 4 has no effect without --rl-export-hf ... add that
+    => --rl-export-interval 4 --rl-export-hf {here}/new --rl-eval-interval 2
+export_between_evaluations: --rl-export-hf {here}/new --rl-export-interval 5 --rl-eval-interval 2
+    --rl-export-interval 5 must be a multiple of --rl-eval-interval 2, ... give 6
+    => --rl-export-interval 6
 export_to_a_mount_point: --rl-export-hf /proc
     --rl-export-hf /proc is a mount point ... name a new folder in it
     => --rl-export-hf {here}/new

@@ -36,6 +36,7 @@ def note_phases():
     from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
     from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
     from mcore_rl.megatron import adapter
+    from mcore_rl.trainer import exports
     from mcore_rl.trainer.saver import RunSaver
 
     switches = iter(["first switch"])
@@ -47,8 +48,9 @@ def note_phases():
         (train.Run, "collect", "rollout"),
         (train.Run, "with_log_probs", "log-probs"),
         (train.Run, "update", "train"),
-        (RunSaver, "save", "save"),
-        (train, "export", "export"),
+        (RunSaver, "save_if_due", "save"),
+        (RunSaver, "save", "last save"),  # waits for what is written in the background
+        (exports, "export", "export"),
     ):
         recorded(target, name, lambda phase=phase: phase)
     recorded(MegatronVLLMShardingManager, "__enter__", lambda: next(switches, "hand-over"))

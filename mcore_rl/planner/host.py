@@ -152,6 +152,9 @@ class _Planning:
         whole = self._state(with_moments=True)
         starting = {part: first[part] for part in first if part not in self._released_at_start}
         held = {**self._engine, **self._widened}
+        copies = self._everywhere("copies", checkpoint_copies_bytes(self._case.models))
+        if self._case.actor.training.saves_in_background:
+            held |= copies  # they may be there until the end of a step
         yield self._phase(RESUME if engine.loads_checkpoint else BUILD, first)
         if self._case.has_engines:
             yield self._phase(START, starting, self._engine)
@@ -165,8 +168,7 @@ class _Planning:
             yield self._phase(SCORES, whole, held, self._scores, activations)
         if self._case.has_engines or self._case.has_servers:
             yield self._phase(HAND_OVER, whole, held, self._bucket)
-        copies = checkpoint_copies_bytes(self._case.models)
-        yield self._phase(SAVE, whole, held, self._everywhere("copies", copies))
+        yield self._phase(SAVE, whole, held, copies)
         if engine.exports:
             file = self._everywhere("file being exported", exported_file_bytes(self._case))
             # The last hand-over drops the widened weights, and no generation follows.

@@ -71,6 +71,9 @@ def test_save_in_the_background_holds_a_copy_of_what_a_rank_saves() -> None:
     copy = state["weights"] + optimizer
     assert copy < phases_of(in_background)[SAVE].parts["copies"] / 2 < copy + GB // 2
     assert phases_of(case)[SAVE].parts["copies"] / 2 < copy / 4
+    # The next step begins while it is written.
+    assert phases_of(in_background)[TRAIN].parts["copies"] > 2 * copy
+    assert "copies" not in phases_of(case)[TRAIN].parts
     host = memory_of(in_background, resident_of(case)).host_bytes["checkpoint being written"]
     assert host == phases_of(in_background)[SAVE].parts["copies"]
 

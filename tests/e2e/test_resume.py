@@ -36,7 +36,7 @@ IN_BACKGROUND = "--async-save --save-interval 1 --save-retain-interval 2 "
 COMMON = (
     *("--rl-num-steps", str(NUM_STEPS), "--save-interval", str(SAVED_AT)),
     *("--rl-num-prompts-per-step", "8", "--rl-num-samples-per-prompt", "4"),
-    *("--rl-eval-interval", "4", "--rl-num-eval-prompts", "32", "--rl-export-interval", "4"),
+    *("--rl-eval-interval", "4", "--rl-num-eval-prompts", "32"),
     *("--rl-reference-refresh-interval", "1"),
     # Else which engine samples what depends on their speed, and last bits on who shares a batch.
     "--rl-deterministic",
@@ -133,7 +133,7 @@ def run(
     tokens = task_flags(checkpoint, folder, *COMMON, *flags.split())
     if like is not None:
         tokens = ["--rl-config", str(like.folder / "config.yaml"), "--rl-run-dir", str(folder)]
-    tokens += ["--rl-export-hf", str(folder / "exported")]
+    tokens += ["--rl-export-hf", str(folder / "exported"), "--rl-export-interval", "4"]
     # Megatron-FSDP refuses one queue to the device.
     environment = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"} if "fsdp" in flags else {}
     if ends_after is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 
 import pytest
@@ -29,6 +30,8 @@ def alone() -> Iterator[None]:
 @pytest.fixture
 def restored_tables() -> Iterator[None]:
     """What a test imports from a user's file is known to no other test."""
+    for module in environments._SHIPPED.values():  # these register once in a process
+        importlib.import_module(module)
     options._recipe.cache_clear()
     find_policy_loss("ppo_clip")  # the built-in ones come with the first look-up
     tables: list[dict] = [

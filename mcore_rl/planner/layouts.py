@@ -89,15 +89,16 @@ def train_layouts(
 
 def rollout_layouts(case: Case) -> Iterator[RolloutLayout]:
     """Yield every layout of engines: without EP, or with experts sharded over TP' x DP'."""
-    shape, world = case.shape, case.rollout.world_size
+    shape, world, engine = case.shape, case.rollout.world_size, case.engine
     experts = shape.experts
+    ep_sizes = divisors(experts.num_experts) if experts and engine.may_spread_experts else []
     for tp in divisors(case.machine.ranks_per_node):
         if world % tp or not tp_divides(shape, tp, copies_kv_heads=True):
             continue
         if experts is None or experts.hidden_size % tp == 0:
             yield RolloutLayout(world, tp, False, float8=case.rollout.float8)
-        for ep in divisors(experts.num_experts) if experts else []:
-            if ep > 1 and ep % tp == 0 and world % ep == 0:
+        for ep in ep_sizes:
+            if ep > 1 and ep % tp == 0 and world % ep == 0 and (ep == tp or engine.may_span_ranks):
                 yield RolloutLayout(
                     *(world, tp, True, ep // tp),
                     all2all_backend=case.rollout.all2all_backend,

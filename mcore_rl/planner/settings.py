@@ -132,6 +132,8 @@ class EngineSettings:
     delta: bool  # both ends keep a copy of the transferred weights
     loads_adapters: bool = False  # --rl-lora-rollout adapters
     may_spread_experts: bool  # no --rl-rollout-no-expert-parallel
+    # Whether they may be spread over data-parallel ranks of an engine, which vLLM does on GPUs.
+    may_span_ranks: bool = True
     offloaded: frozenset[str]  # kinds that leave the device for rollout, see `offload`
     away_at_start: frozenset[str]  # kinds that are off the device while the engine starts
     keeps_gradients: bool  # offload copies gradients, instead of zeroing them afterwards

@@ -318,6 +318,7 @@ def _engine_settings(
         delta=config.weight_sync.reshard_delta,
         loads_adapters=bool(config.lora.rank) and config.lora.rollout == ADAPTERS,
         may_spread_experts=not config.engine.rollout_no_expert_parallel,
+        may_span_ranks=has_cuda,
         offloaded=frozenset()
         if stays
         else offload_kinds(config.weight_sync.offload, values, has_cuda=has_cuda),

@@ -22,6 +22,8 @@ from mcore_rl.job.resolver import examine
 from mcore_rl.observe.run_directory import RunConfig
 from mcore_rl.planner.plan import plan_case
 from mcore_rl.tools.plan.command_line import _read_shape, read_command_line
+from scripts.make_tiny_deepseek import ARCHS, hf_config
+from tests.model_shapes import has_engine_on_cpu
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 GPUS = Platform(cuda=True, transformer_engine=(2, 20), fused_weight_gradients=False)
@@ -170,6 +172,7 @@ def test_sequences_are_those_of_a_step_and_of_evaluations(tmp_path: Path) -> Non
 # ------------------------------------------------------------------------------ the layout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "world_size", "layout", "savings"),
     [
@@ -213,6 +216,20 @@ def test_the_layout_of_671_billion_parameters_fits() -> None:
     assert facts.config is not None
     case = planned_case(facts.config, facts, int(85e9))
     assert case is not None and plan_case(case).fits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_layout_without_devices_is_accepted(arch: str, world_size: int, tmp_path: Path) -> None:
+    """By all checks that need no weights, Megatron's own validation included."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(hf_config(arch)))
+    source = source_of(config, "--rl-layout", "auto", world_size=world_size, host_gb=64)
+    source = dataclasses.replace(source, is_here=True, has_engine=has_engine_on_cpu(arch))
+    flags = choose(source)
+    assert "--tensor-model-parallel-size" in flags and PACKED in flags
+    assert examine(with_chosen(source, flags), Refusals()).is_accepted
 
 
 def test_devices_that_are_too_few_are_refused_with_a_number_that_does() -> None:

@@ -107,6 +107,23 @@ def test_correct_command_line_is_green(passed: Job) -> None:
     assert facts.actor is not None and facts.actor.layout.tp_size == 2
 
 
+def test_flags_that_a_start_would_choose_are_named_and_examined(here: Path) -> None:
+    given = dict.fromkeys(("tensor_model_parallel_size", "expert_model_parallel_size"))
+    found = read(here, rl_layout="auto", **given)
+    assert not found.reds, found.reds
+    (finding,) = found.findings
+    config, actor = found.facts.config, found.facts.actor
+    assert config is not None and actor is not None
+    tokens = config.trainer.max_tokens_per_microbatch
+    assert finding.level == "green" and tokens > 0
+    assert f"--tensor-model-parallel-size {actor.layout.tp_size} " in finding.found
+    assert f"--rl-max-tokens-per-microbatch {tokens} " in finding.found
+
+
+def test_a_layout_that_cannot_be_chosen_is_red(here: Path) -> None:
+    assert "--tensor-model-parallel-size 2 fixes a part" in read(here, rl_layout="auto").reds[0]
+
+
 def test_all_faults_are_reported_at_once(here: Path) -> None:
     (here / "flags.yaml").write_text("rl_num_stepz: 4\nlr: 1e-5\nrl-alarm-window: 1\n")
     (here / "run").write_text("a file where a folder is to be made")

@@ -9,13 +9,16 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.machine import machine_memory
 from mcore_rl.common.platform import Platform
 from mcore_rl.config import flags
 from mcore_rl.flags.classes import notes
 from mcore_rl.flags.given import FlagNames, expand_config, import_given_files
 from mcore_rl.flags.megatron_flags import SHARED_RL
+from mcore_rl.job.choices import choose, with_chosen
 from mcore_rl.job.facts import Facts, Refusals, Source
 from mcore_rl.job.reading import make_parser
 from mcore_rl.job.resolver import examine
@@ -69,14 +72,16 @@ def check_flags(
     world_size: int,
     platform: Platform,
     environment: Mapping[str, str],
+    device_bytes: int | None = None,
 ) -> Facts:
     """Report all refusals of a job of `world_size` ranks, and its flags without effect. Return what
-    is known of the job without the refused flags."""
+    is known of the job without the refused flags, with those that its start would choose for
+    devices of `device_bytes`, or for this machine without devices."""
     parser = make_parser()
     refusals = _Collected(report, parser)
     import_given_files(tokens, refused=refusals.note)
     refusals.tokens = expand_config(tokens, parser, refused=refusals.note)
-    facts = refusals.examine(world_size, platform)
+    facts = refusals.examine(world_size, platform, device_bytes)
     report.findings += _given_twice(tokens, parser)
     report.findings += _without_effect(facts, platform.cuda)
     text = environment.get("WORLD_SIZE")
@@ -87,6 +92,8 @@ def check_flags(
     if not refusals.noted:
         how = "by all checks of a start" if facts.spec else "as far as they can be checked"
         what = f"the flags are valid for {plural(world_size, 'rank')}, {how}"
+        if refusals.chosen:
+            what += f"; the plan chooses {' '.join(refusals.chosen)}"
         report.findings.append(green(FLAGS, what))
     return facts
 
@@ -98,6 +105,7 @@ class _Collected(Refusals):
         super().__init__()
         self.tokens: list[str] = []
         self.noted: set[str] = set()
+        self.chosen: tuple[str, ...] = ()
         self._report, self._parser = report, parser
         self._has_left_out = False
 
@@ -114,14 +122,18 @@ class _Collected(Refusals):
         if self.examines_single_flags:
             self._has_left_out |= self._leave_out(error)
 
-    def examine(self, world_size: int, platform: Platform) -> Facts:
+    def examine(self, world_size: int, platform: Platform, device_bytes: int | None) -> Facts:
         """Return the facts of the tokens without the flags that are wrong by themselves."""
         while True:
             self.count, self._has_left_out = 0, False
             source = Source(
                 tokens=self.tokens, platform=platform, world_size=world_size, parser=self._parser
             )
-            facts = examine(source, self)
+            of_machine = replace(source, host_memory=machine_memory)
+            if device_bytes is not None:
+                of_machine = replace(of_machine, device_bytes=lambda: device_bytes)
+            self.chosen = self.value(choose, of_machine) or ()
+            facts = examine(with_chosen(source, self.chosen), self)
             if not self._has_left_out:
                 return facts
 

@@ -68,7 +68,7 @@ def examine_job(
         each = "one for each visible GPU" if gpus.num_visible else "as no GPU is visible"
         what = f"without --world-size, a job of {plural(world_size, 'rank')} is examined, {each}"
         report.findings.append(green(FLAGS, what))
-    facts = None
+    facts, memory = None, _device_memory(request, gpus)
     with report.catching(FLAGS), properties_from_nvml(gpus), _environment_kept():
         facts = check_flags(
             report,
@@ -76,6 +76,7 @@ def examine_job(
             world_size=world_size,
             platform=find_platform(),
             environment=environment,
+            device_bytes=memory.total_bytes,
         )
     if facts is None or facts.config is None:
         return None
@@ -90,7 +91,6 @@ def examine_job(
         report.add(NETWORK, lambda: _check_servers(facts))
     if facts.batches_are_right:
         with report.catching(PLAN):
-            memory = _device_memory(request, gpus)
             host_bytes = request.host_memory_bytes or machine_memory().limit_bytes
             job.outcome = make_plan(facts.tokens, world_size, memory, host_bytes)
             report.findings += check_plan(job.outcome, memory)

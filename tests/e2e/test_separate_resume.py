@@ -48,7 +48,9 @@ def test_a_run_continues_with_other_engines_and_bounds_and_loses_no_draw(
 
     def run(num_ranks: int, num_steps: int, *more: str) -> Ended:
         load = ("--load", str(run_dir / "checkpoints"), "--rl-load-or-start")
-        flags = (*ONE_TRAINER, "--rl-num-steps", str(num_steps), *load, *more)
+        # At the end alone, and all of them are kept.
+        saves = ("--save-interval", "100")
+        flags = (*ONE_TRAINER, "--rl-num-steps", str(num_steps), *saves, *load, *more)
         return run_job(ranks, task_flags(checkpoint, run_dir, *flags), world_size=num_ranks)
 
     partial = ("--rl-partial-rollouts", "--rl-oversample", "2", "--rl-deterministic")

@@ -196,7 +196,7 @@ def test_log_probs_equal_transformers_in_float32(outcome: Outcome) -> None:
 
 
 def test_export_is_the_checkpoint_bit_for_bit(outcome: Outcome) -> None:
-    """Of a multimodal model every tensor, and config.json."""
+    """Exports of a multimodal model have every tensor, and config.json."""
     mtp_layer = f"model.layers.{read_model_shape(outcome.checkpoint).num_layers}."
     left_out = [
         name

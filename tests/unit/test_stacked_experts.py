@@ -100,7 +100,7 @@ def test_every_box_of_every_expert_matches_the_whole_tensor(make, tmp_path):
 @pytest.mark.parametrize("is_transposed", [True, False])
 @pytest.mark.parametrize("model_type", ["qwen3_vl_moe_text", "qwen3_5_moe_text"])
 def test_gates_before_up_projections_are_read_and_written(model_type, is_transposed, tmp_path):
-    """Of both models either form is known by its shape, as to transformers."""
+    """The reader tells both forms of both models by their shapes, as transformers does."""
     generator = torch.Generator().manual_seed(3)
     _, meant = in_bfloat16(generator)
     stored = {PREFIX + name: t.mT.contiguous() if is_transposed else t for name, t in meant.items()}

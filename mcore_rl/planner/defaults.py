@@ -64,8 +64,12 @@ def _fits(case: Case, host: Host | None) -> bool:
     if host is None:
         phases = memory_of(case, resident_of(case)).phases
         return not any(phase.lacking_bytes for phase in phases if phase.name in PASSES)
+    usable = host.usable_bytes
+    if case.is_apart:  # their ranks may all be on one machine, with trainers
+        usable -= len(case.engine_ranks) * (int(resident_of(case).max()) + host.kv_cache_bytes)
+        case = replace(case, has_engines=False, engine_ranks=())
     needs = host_phases(case, kv_cache_bytes=host.kv_cache_bytes, widens=host.widens)
-    return max(phase.total_bytes for phase in needs) <= host.usable_bytes
+    return max(phase.total_bytes for phase in needs) <= usable
 
 
 def with_utilization(case: Case, memory: Memory) -> Case:

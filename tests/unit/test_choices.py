@@ -56,7 +56,7 @@ def source_of(
         platform=WITHOUT_CUDA if on_host else GPUS,
         world_size=world_size,
         parser=parser(),
-        device_bytes=None if on_host else lambda: int(85e9),
+        device_bytes=None if on_host else lambda: int(gpu_gb * 1e9),
         host_memory=(lambda: memory) if on_host else None,
         read_shape=functools.partial(_read_shape, str(config)),
         has_files=False,
@@ -103,6 +103,20 @@ def test_without_devices_samples_are_packed_as_the_host_allows() -> None:
         int(chosen(source_of(small, *lengths, host_gb=size))[PACKED]) for size in (64, 24, 22, 16)
     ]
     assert sizes == [4096, 2048, 1024, 128]
+
+
+def test_engines_of_their_own_leave_trainers_what_they_do_not_need() -> None:
+    small, lengths = CONFIGS / "qwen3-0.6b.json", ("--rl-max-response-tokens", "64")
+
+    def of(num_engines: int, host_gb: float | None) -> dict[str, str]:
+        ranks = ",".join(str(1 + rank) for rank in range(num_engines))
+        flags = (*lengths, "--rl-rollout-ranks", ranks)
+        return chosen(source_of(small, *flags, world_size=1 + num_engines, host_gb=host_gb))
+
+    assert [of(number, 64)[PACKED] for number in (1, 2, 3)] == ["4096"] * 3
+    assert [of(number, 26)[PACKED] for number in (1, 2, 3)] == ["4096", "2048", "576"]
+    on_devices = of(2, None)
+    assert (on_devices[PACKED], on_devices[UTILIZATION]) == ("16384", "0.9")
 
 
 def test_no_more_than_the_samples_of_a_rank_are_packed() -> None:

@@ -418,8 +418,8 @@ def test_requirements_pin_the_dependencies_of_setup_py(requirements):
     }
     # The libraries that benchmarks compare with are not pinned.
     extras = ast.literal_eval(arguments["extras_require"])
-    assert set(extras) == {"test", "bench", "docs", "wandb"}
-    assert {*extras["docs"], *extras["wandb"]} < set(extras["test"])
+    assert set(extras) == {"test", "bench", "docs", "smollm2", "wandb"}
+    assert {*extras["docs"], *extras["smollm2"], *extras["wandb"]} < set(extras["test"])
     asked = {
         re.split("[<>=]", wanted)[0].lower()
         for wanted in [*ast.literal_eval(arguments["install_requires"]), *extras["test"]]

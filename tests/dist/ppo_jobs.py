@@ -244,6 +244,7 @@ def learn(
     export_models(models, Path(target))
     if critic is not None:
         critic.save(num_steps, Path(target) / "saved")
+        critic.has_saved(waits=True)
         found["critic_layout"] = critic.world.layout.describe()
     dist.destroy_process_group()
     return found
@@ -308,6 +309,7 @@ def learn_save_and_learn(flags: list[str], target: str) -> dict[str, float]:
     folder = Path(target) / "saved"
     if models.critic is not None:
         models.critic.save(1, folder)
+        models.critic.has_saved(waits=True)
 
     def write_actor(saving: Path) -> None:
         megatron_checkpoint.save_checkpoint(models.job.args, models.state, 1, saving)

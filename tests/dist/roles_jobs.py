@@ -193,6 +193,7 @@ def _act(job: Job, target: Path, num_steps: int, log: Any) -> dict[str, Any]:
     found["most_told"] = received.most_told
     found["rates"] = sorted(learner.rates())
     learner.critic.save(num_steps, target / "saved")
+    learner.critic.has_saved(waits=True)
     export(shards, job.spec.checkpoint, target / "actor")
     critic.close()
     reward_model.close()

@@ -68,6 +68,7 @@ def update_and_save(flags: list[str], folder: str) -> dict[str, Any]:
     _update(job, critic)
     with open("/dev/null", "w") as log, megatron_output_to(log):
         critic.save(NUM_SAVED_STEPS, Path(folder))
+        critic.has_saved(waits=True)
     return found | _before_and_after_an_update(job, critic)
 
 

@@ -89,7 +89,7 @@ def parsed(tokens: Sequence[str], shape: ModelShape, platform: Platform, *, worl
     whole = (*derived.tokens, *tokens)
     with world_of_size(world_size), contextlib.redirect_stdout(io.StringIO()):
         check_megatron_accepts(whole, shape)
-        like = argparse.Namespace(rank=0, local_rank=0)
+        like = argparse.Namespace(rank=0, local_rank=0, async_save=False, async_strategy="mcore")
         args = parsed_args(whole, add_rl_args, like, log=io.StringIO())
     for name, value in settings_without_flag(shape).items():
         setattr(args, name, value)

@@ -88,7 +88,7 @@ def fork(tokens: list[str], rates: list[str]) -> None:
     """A fork that has parsed its arguments itself, each rank with a learning rate of its own."""
     rank = int(os.environ["RANK"])
     derived = resolve(Source(tokens=tokens, platform=WITHOUT_CUDA)).tokens
-    like = argparse.Namespace(rank=rank, local_rank=rank)
+    like = argparse.Namespace(rank=rank, local_rank=rank, async_save=False, async_strategy="mcore")
     args = parsed_args([*derived, "--lr", rates[rank]], add_rl_args, like, log=io.StringIO())
     dist.init_process_group("gloo")
     job_from_args(args)

@@ -46,7 +46,7 @@ def tokens_of(checkpoint: Path, *more: str) -> list[str]:
 def parse(checkpoint: Path, *more: str) -> argparse.Namespace:
     """The arguments that a fork's Megatron parses from derived flags and unchecked ones."""
     derived = resolve(Source(tokens=tokens_of(checkpoint), platform=WITHOUT_CUDA)).tokens
-    like = argparse.Namespace(rank=0, local_rank=0)
+    like = argparse.Namespace(rank=0, local_rank=0, async_save=False, async_strategy="mcore")
     return parsed_args([*derived, *more], add_rl_args, like, log=io.StringIO())
 
 
@@ -176,7 +176,7 @@ def test_extra_args_of_a_fork_are_known_to_every_parser(checkpoint: Path) -> Non
         )
         critic = checked.critic
         assert critic is not None and critic.tokens is not None
-        like = argparse.Namespace(rank=0, local_rank=0)
+        like = argparse.Namespace(rank=0, local_rank=0, async_save=False, async_strategy="mcore")
         args = parsed_args(critic.tokens, critic.extra_args, like, log=io.StringIO())
         assert args.notes == "folder" and args.rl_algorithm == "ppo"
     with pytest.raises(UsageError, match="Megatron refuses these flags .*required: --notes"):

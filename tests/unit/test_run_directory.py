@@ -107,7 +107,7 @@ def test_config_yaml_reproduces_the_job(checkpoint_factory, tmp_path):
 
     def read(tokens: list[str]) -> tuple[JobSpec, dict[str, Any]]:
         checked = resolve(Source(tokens=tokens, platform=WITHOUT_CUDA))
-        like = argparse.Namespace(rank=0, local_rank=0)
+        like = argparse.Namespace(rank=0, local_rank=0, async_save=False, async_strategy="mcore")
         args = parsed_args(list(checked.tokens), add_rl_args, like, log=io.StringIO())
         return checked, {**vars(args), "rl_run_dir": ""}
 

@@ -57,7 +57,7 @@ class _Queue(AsyncCallsQueue):
     """Megatron's queue, whose finalizing functions see the arguments of the time of the request:
     they write and delete where these say."""
 
-    def _get_async_caller(self) -> AsyncCaller:
+    def _get_async_caller(self) -> Any:  # an AsyncCaller; Megatron's type names two of its own
         return _Writing()
 
     def schedule_async_request(self, async_request: AsyncRequest) -> int:

@@ -158,9 +158,9 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
     def _reloader(self) -> Reloader:
         from vllm.model_executor.models.interfaces import supports_multimodal
 
-        # The job trains the text model alone.
-        is_part = supports_multimodal(self.model)
-        model = self.model.get_language_model() if is_part else self.model
+        model: Any = self.model
+        if supports_multimodal(model):  # the job trains the text model alone
+            model = model.get_language_model()
         return Reloader(model, self.vllm_config)
 
     def start_weight_update(self) -> None:

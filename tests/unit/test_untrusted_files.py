@@ -172,6 +172,9 @@ ALLOWED = {
     # Between ranks of one job, as torch's own exchange of objects.
     ("mcore_rl/common/objects.py", "pickle.loads"),
     ("mcore_rl/job/controllers.py", "pickle.load"),  # from the rank that starts it, by a pipe
+    # Between a rank and the process that writes its checkpoints, by pipes.
+    ("patches/megatron/background_saving.py", "pickle.load"),
+    ("patches/megatron/shard_file.py", "pickle.load"),
 }
 
 

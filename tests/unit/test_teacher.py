@@ -29,7 +29,7 @@ from mcore_rl.model.layout import TrainLayout
 from mcore_rl.planner.activations import log_prob_activation_bytes
 from mcore_rl.planner.host import host_phases
 from mcore_rl.planner.layouts import with_train_layout
-from mcore_rl.planner.memory import memory_of, resident_of
+from mcore_rl.planner.memory import memory_of, resident_of, score_bytes
 from mcore_rl.planner.models import stage_state, teacher_head_bytes
 from mcore_rl.planner.phases import BUILD_TEACHER, LOG_PROBS, SCORES, START, TRAIN, Case
 from mcore_rl.planner.plan import as_json, plan_case
@@ -319,8 +319,9 @@ def test_a_plan_counts_a_teacher_on_the_actors_ranks() -> None:
     memory = memory_of(swapped, resident_of(swapped))
     assert memory.host_bytes["teacher's weights"] == weights * swapped.machine.ranks_per_node
     assert not any("teacher weights" in phase.parts for phase in memory.phases)
-    # It scores as the actor does, without the entropy.
-    assert memory.phase(SCORES).total_bytes <= memory.phase(LOG_PROBS).total_bytes
+    # It scores as the actor does, without the entropy, and keeps the scores of the step.
+    kept = score_bytes(swapped, swapped.actor)
+    assert memory.phase(SCORES).total_bytes <= memory.phase(LOG_PROBS).total_bytes + kept
     other = planned("gpt-oss-20b")
     memory = memory_of(other, resident_of(other))
     assert "teacher's weights" not in memory.host_bytes

@@ -189,6 +189,12 @@ def test_a_server_that_does_not_answer_probes_is_excluded(servers, make, probe_s
     assert engine.take_metrics()["servers/refused"] == 1
 
 
+def test_the_first_update_has_all_servers_that_answer(servers, make):
+    """It begins before the first probes have ended."""
+    urls = {each.url for each in servers[:2]}
+    assert set(make(*servers[:2], admits=False).begin_update()) == urls
+
+
 def test_a_server_that_comes_back_gets_requests_after_an_update_alone(servers, make):
     engine = make(*servers[:2])
     servers[0].is_down = True

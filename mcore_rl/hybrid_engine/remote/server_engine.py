@@ -120,7 +120,9 @@ class ServerEngine:
     # Servers
 
     def begin_update(self) -> tuple[str, ...]:
-        """Call `ServerPool.begin_update`, before the weights change."""
+        """Call `ServerPool.begin_update`, before the weights change. The first call waits until
+        each server was probed."""
+        self._pool.first_probes.wait(self.config.probe_timeout_seconds)
         return self._loop.call(self._pool.begin_update)
 
     def admit(self, max_num_seqs: Mapping[str, int], weight_version: int) -> None:

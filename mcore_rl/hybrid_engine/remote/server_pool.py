@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import threading
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -138,6 +139,8 @@ class ServerPool:
         self._kept_at = -math.inf  # when tokens were last kept
         self._update_began_at = -math.inf
         self.has_sampled = False  # a token arrived between the last two beginnings of an update
+        self._unprobed = set(self._servers)
+        self.first_probes = threading.Event()  # set once each server was probed
 
     # Around updates
 
@@ -302,6 +305,10 @@ class ServerPool:
             if str(fault) != server.problem:
                 server.problem = str(fault)
                 logger.warning("[Servers] %s cannot take part in an update: %s", server.url, fault)
+        finally:
+            self._unprobed.discard(server.url)
+            if not self._unprobed:
+                self.first_probes.set()
 
     def _check(self, server: Server, found: ServerState) -> None:
         """Compare a server's weights with those expected; `check_server` compares its vLLM with the

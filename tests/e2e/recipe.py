@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.observe.run_directory import read_metrics
-from tests.rank_pool import ROOT, RankOutcome, RankPool
+from tests.rank_pool import ENVIRONMENT, ROOT, RankOutcome, RankPool
 
 # Whether each recipe runs until it has learned; scripts/run_tests.sh --all sets it.
 LONG = os.environ.get("MCORE_RL_LONG_TESTS") == "1"
@@ -111,6 +112,20 @@ def run_job(
     """Run a function of `tests.e2e.jobs`; `options` are those of `RankPool.run_raw`."""
     job = f"tests.e2e.jobs:{job}"
     return Ended(ranks.run_raw(job, world_size=world_size, tokens=tokens, **options))
+
+
+def run_example(name: str, *arguments: object, python: Path, folder: Path, **more: str) -> None:
+    """Run a script of examples/ in `folder` by a warm python; `more` goes to its environment."""
+    environment = {**os.environ, **ENVIRONMENT, "PYTHON_EXEC": str(python), **more}
+    del environment["MASTER_ADDR"]
+    run = subprocess.run(
+        ["bash", ROOT / "examples" / name / "run.sh", *map(str, arguments)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from tests.dist.checkpoints import differing, tensors_of
-from tests.e2e.recipe import metrics_of
-from tests.rank_pool import ENVIRONMENT, ROOT, RankPool
+from tests.e2e.recipe import metrics_of, run_example
+from tests.rank_pool import ROOT, RankPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -52,18 +52,10 @@ def lines_of(run_dir: Path, name: str) -> list[dict[str, Any]]:
 def test_gsm8k_with_qwen3_runs_by_its_script(
     checkpoint_factory: Callable[..., Path], prompts: Path, warm_python: Path, tmp_path: Path
 ) -> None:
-    environment = {**os.environ, **ENVIRONMENT, "NPROC": "1", "PYTHON_EXEC": str(warm_python)}
-    del environment["MASTER_ADDR"]
-    run = subprocess.run(
-        ["bash", EXAMPLES / "gsm8k_qwen3" / "run.sh", checkpoint_factory("qwen3"), prompts]
-        + [*SHORT, "--rl-num-prompts-per-step", "2", "--rl-num-samples-per-prompt", "4"]
-        + ["--rl-run-dir", str(tmp_path / "run"), "--rl-cache-dir", str(tmp_path / "cache")],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
+    more = [*SHORT, "--rl-num-prompts-per-step", "2", "--rl-num-samples-per-prompt", "4"]
+    more += ["--rl-run-dir", str(tmp_path / "run"), "--rl-cache-dir", str(tmp_path / "cache")]
+    arguments = (checkpoint_factory("qwen3"), prompts, *more)
+    run_example("gsm8k_qwen3", *arguments, python=warm_python, folder=tmp_path, NPROC="1")
     steps = metrics_of(tmp_path / "run")
     assert [metrics["step"] for metrics in steps] == [0, 1]
     for metrics in steps:

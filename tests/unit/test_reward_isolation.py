@@ -187,7 +187,9 @@ def test_worker_cannot_read_the_trainer(pool, what):
     assert scored.failure.startswith("raised PermissionError"), scored.failure
 
 
-def test_worker_gets_only_the_variables_of_reward_env(folder):
+def test_worker_gets_only_the_variables_of_reward_env(folder, monkeypatch):
+    monkeypatch.setenv("PATH", os.defpath)  # a long one would not leave room in the failure
+    monkeypatch.delenv("LD_LIBRARY_PATH", raising=False)
     spec = rewards_of("a_spy:spy", reward_env="HF_TOKEN")
     check_rewards(spec)
     with RewardStack(spec) as stack:

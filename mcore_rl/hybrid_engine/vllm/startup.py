@@ -35,6 +35,7 @@ from mcore_rl.model.quantization import QUANTIZATION
 from mcore_rl.model.speculation import MTP, NGRAM, Speculation
 from mcore_rl.moe.routing import RoutedLayers
 
+_CPU_BLOCK_TOKENS = 32  # the fewest with which vLLM's attention on CPU is fast
 _DEFAULT_CPU_KV_CACHE_BYTES = 1 << 30
 # An n-gram drafter continues as the text did after an earlier occurrence of its last tokens: the
 # longest suffix within these lengths.
@@ -320,6 +321,9 @@ def _platform_options(config: EngineConfig, config_json: Mapping[str, Any]) -> d
         if "kv_lora_rank" in config_json:
             # The AMX backend packs kv_b_proj and drops the weight, which prevents a reload.
             options["attention_backend"] = "CPU_MLA"
+        else:
+            # Samples share the whole blocks of their prompt. vLLM's default is 128 tokens.
+            options["block_size"] = _CPU_BLOCK_TOKENS
         return options
     options = {
         "kv_cache_memory_bytes": config.kv_cache_bytes,

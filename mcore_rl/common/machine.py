@@ -111,6 +111,11 @@ def available_cores(root: Path = Path("/")) -> int:
     return cores
 
 
+def threads_per_rank(local_ranks: int, *, has_gpu: bool, num_cores: int) -> int:
+    """Return the OpenMP threads of each of a machine's ranks, if the user names no number."""
+    return 1 if has_gpu else max(1, num_cores // local_ranks)
+
+
 def _quota(folder: Path) -> float:
     """Return the cores that a cgroup grants; inf without a limit."""
     with contextlib.suppress(OSError, ValueError):  # of version 2

@@ -13,8 +13,9 @@ from mcore_rl.common.addresses import is_loopback
 from mcore_rl.common.errors import CORRECT, UsageError
 
 
-def check_flags(args: argparse.Namespace) -> None:
-    """Raise UsageError for the first of torchrun's flags that cannot be used."""
+def check_flags(args: argparse.Namespace) -> int:
+    """Return the processes of this machine. Raises UsageError for the first of torchrun's flags
+    that cannot be used."""
 
     def parsed(flag: str, value: Any, parse: Callable[[Any], Any]) -> Any:
         try:
@@ -46,6 +47,7 @@ def check_flags(args: argparse.Namespace) -> None:
     ):
         if not is_right:
             raise UsageError(words, flag=f"{flag} {value}", remedy=CORRECT)
+    return int(ranks)
 
 
 def meeting_place(args: argparse.Namespace) -> str:

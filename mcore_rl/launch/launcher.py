@@ -33,6 +33,7 @@ from types import FrameType
 from typing import NoReturn
 
 import psutil
+import torch
 import torch.distributed.run as torchrun
 from torch.distributed import DistNetworkError
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -41,6 +42,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from mcore_rl.common.agreement import COMMAND, EXIT_USAGE, LAUNCHER, print_error
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.kills import memory_kills
+from mcore_rl.common.machine import available_cores, threads_per_rank
 from mcore_rl.common.run_output import keep_output_from_raising
 from mcore_rl.flags.parser import HELP_RL
 from mcore_rl.job.environment import check_num_tasks, use_own_toolkit
@@ -107,11 +109,14 @@ def _print_help(tokens: Sequence[str]) -> None:
 
 def _prepare(args: argparse.Namespace) -> None:
     """Check torchrun's flags, and set what its ranks inherit."""
-    # torchrun would set it, too, but print a banner.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_SECONDS))
     use_own_toolkit()
-    check_flags(args)
+    ranks = check_flags(args)
+    # torchrun would set it to 1 for several ranks, and print a banner.
+    threads = threads_per_rank(
+        ranks, has_gpu=torch.cuda.is_available(), num_cores=available_cores()
+    )
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
     num_nodes = torchrun.parse_min_max_nnodes(args.nnodes)[1]
     if num_nodes == 1:
         # A single machine's name need not resolve to an address at which it can reach itself.

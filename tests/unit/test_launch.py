@@ -16,9 +16,11 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from mcore_rl.common.exits import describe_exit
 from mcore_rl.common.kills import THE_GROUP, THE_MACHINE, describe_kills, memory_kills
+from mcore_rl.common.machine import available_cores
 from mcore_rl.launch.ending import exit_code
 from mcore_rl.launch.folder import lock_of
 from tests.rank_pool import free_port
@@ -678,3 +680,21 @@ def test_ranks_get_the_compiler_of_the_packages_unless_another_is_named(
         timeout=120,
     )
     assert ended.stdout.split() == [given or str(toolkit), str(ninja)], ended.stderr
+
+
+@pytest.mark.parametrize(("num_ranks", "given"), [(1, None), (2, None), (1, "3")])
+def test_ranks_share_the_cores_unless_threads_are_given(
+    num_ranks: int, given: str | None, tmp_path: Path
+) -> None:
+    rank = tmp_path / "rank.py"
+    rank.write_text("import os\nprint(os.environ['OMP_NUM_THREADS'], flush=True)")
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    ended = subprocess.run(
+        [sys.executable, "-m", "mcore_rl.launch", "--nproc-per-node", str(num_ranks), str(rank)],
+        env=environment | ({"OMP_NUM_THREADS": given} if given else {}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    threads = 1 if torch.cuda.is_available() else max(1, available_cores() // num_ranks)
+    assert ended.stdout.split() == [given or str(threads)] * num_ranks, ended.stderr

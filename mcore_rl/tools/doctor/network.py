@@ -4,7 +4,6 @@ devices."""
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ import psutil
 
 from mcore_rl.common.addresses import is_loopback
 from mcore_rl.common.allocator import VARIABLES, check_allocator
+from mcore_rl.common.machine import available_cores, threads_per_rank
 from mcore_rl.tools.doctor.finding import NETWORK, Finding, green, plural, red, yellow
 
 _PROXIES = ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY")
@@ -42,7 +42,7 @@ def find_devices() -> Devices:
     with contextlib.suppress(OSError):
         own_address = socket.gethostbyname(socket.gethostname())
     interfaces = {name: stats.isup for name, stats in psutil.net_if_stats().items()}
-    cores = len(os.sched_getaffinity(0))
+    cores = available_cores()
     return Devices(interfaces, infiniband_devices(), own_address, cores)
 
 
@@ -65,7 +65,7 @@ def check_network(
     """Check the variables and devices for the job's `local_ranks` processes here, and for its other
     machines. Ends with UsageError for what a start refuses."""
     yield from _interface(_GLOO_INTERFACE, environment, devices, has_prefixes=False)
-    yield _threads(environment, local_ranks, devices.num_cores)
+    yield _threads(environment, local_ranks, devices.num_cores, has_gpu=has_gpu)
     if environment.get(_OFFLINE, "").lower() in _YES:
         yield green(NETWORK, f"{_OFFLINE}={environment[_OFFLINE]}")
     if num_nodes > 1:
@@ -187,10 +187,13 @@ def _nccl(environment: Mapping[str, str]) -> Iterator[Finding]:
     yield green(NETWORK, f"NCCL's variables: {', '.join(names) or 'none'}")
 
 
-def _threads(environment: Mapping[str, str], local_ranks: int, num_cores: int) -> Finding:
+def _threads(
+    environment: Mapping[str, str], local_ranks: int, num_cores: int, *, has_gpu: bool
+) -> Finding:
     text = environment.get("OMP_NUM_THREADS")
     if text is None:
-        return green(NETWORK, "OMP_NUM_THREADS is not set: the launcher sets it to 1")
+        threads = threads_per_rank(local_ranks, has_gpu=has_gpu, num_cores=num_cores)
+        return green(NETWORK, f"OMP_NUM_THREADS is not set: the launcher sets it to {threads}")
     setting = f"OMP_NUM_THREADS={text}"
     if not text.isdecimal() or int(text) < 1:
         return yellow(NETWORK, f"{setting} is not a number", "set it to 1 or more")

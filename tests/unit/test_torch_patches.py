@@ -7,6 +7,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mcore_rl.patches.torch import narrow_products
 
 SAME_NUMBERS = """
 import torch
@@ -84,6 +90,25 @@ for dtype, one_rounding in ((torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)
             assert torch.equal(value, exact[name].float().to(dtype)), name
 print("same")
 """
+
+
+@pytest.mark.parametrize(
+    ("has", "is_slow"),
+    [
+        ("avx512_f", True),
+        ("avx512_f avx512_bf16", False),
+        ("avx512_f amx_bf16", False),
+        ("", False),
+    ],
+)
+def test_emulated_products_are_slow(has, is_slow, monkeypatch):
+    """oneDNN multiplies on all of these CPUs; the last one is not an x86."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(has.split(), True))
+    supports = SimpleNamespace(
+        _is_mkldnn_bf16_supported=lambda: True, _is_mkldnn_fp16_supported=lambda: True
+    )
+    monkeypatch.setattr(torch.ops, "mkldnn", supports)
+    assert narrow_products.slow_dtypes() == ({torch.bfloat16} if is_slow else set())
 
 
 def test_narrow_products_are_those_of_float32_rounded_once():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -28,6 +29,17 @@ def watched_train(tokens: list[str]) -> list[dict[str, Any]]:
 def verify(tokens: list[str]) -> int:
     """`-m mcore_rl.verify`; returns its exit code."""
     return verify_module.main(tokens)
+
+
+def greedy_texts(folder: str, prompts: list[list[int]]) -> list[str]:
+    """What vLLM says to prompts of token ids, in float32."""
+    from vllm import LLM, SamplingParams
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=128)
+    sampling = SamplingParams(temperature=0, max_tokens=24)
+    outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling)
+    return [output.outputs[0].text for output in outputs]
 
 
 def command(tokens: list[str]) -> None:

@@ -79,13 +79,13 @@ def test_without_going_on_what_comes_too_late_is_dropped_and_counted(
 def test_keys_and_values_are_kept_where_they_are_to_be(
     checkpoint_factory: Callable[..., Path], ranks: RankPool
 ) -> None:
-    """vLLM on CPU has blocks of 128 positions, and none of MLA that may be shared."""
+    """Engines on CPU have blocks of 32 positions, and none of MLA that may be shared."""
     found = run(checkpoint_factory, ranks, arch="qwen3", keeps=True, scale=7, kv="keep")
     steps = [step for of_rank in found for step in of_rank["steps"][1:]]
     going_on = [each for step in steps for each in step["cached"]["going on"]]
     beginning = [each for step in steps for each in step["cached"]["beginning"]]
     # All whole blocks but one that would leave nothing to compute; the prompt has one of them.
-    assert all(cached == (length - 1) // 128 * 128 for length, cached in going_on)
+    assert all(cached == (length - 1) // 32 * 32 for length, cached in going_on)
     assert max(cached for _, cached in going_on) > 128
     assert beginning and not any(beginning)  # though the prompt was there, of other weights
     assert max(of_rank["own"] for of_rank in found) > 1e-3  # what was kept is of earlier ones

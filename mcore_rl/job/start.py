@@ -28,7 +28,7 @@ from mcore_rl.flags.parser import all_args
 from mcore_rl.job import reading
 from mcore_rl.job.choices import choose, with_chosen
 from mcore_rl.job.controllers import start_controllers
-from mcore_rl.job.environment import check_devices, open_store
+from mcore_rl.job.environment import bound_product_caches, check_devices, open_store
 from mcore_rl.job.facts import Source
 from mcore_rl.job.resolver import resolve
 from mcore_rl.job.teachers import check_teacher_servers
@@ -68,6 +68,7 @@ def start(
     Megatron's own, `megatron_options` are for its `initialize_megatron`.
     """
     store = open_store()
+    bound_product_caches()
     source = Source(
         tokens=tokens,
         platform=find_platform(),

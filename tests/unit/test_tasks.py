@@ -13,7 +13,12 @@ import pytest
 
 from mcore_rl.common.agreement import report
 from mcore_rl.common.errors import UsageError
-from mcore_rl.job.environment import check_devices, check_num_tasks, open_store
+from mcore_rl.job.environment import (
+    bound_product_caches,
+    check_devices,
+    check_num_tasks,
+    open_store,
+)
 
 NAMES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
@@ -208,3 +213,13 @@ def test_each_rank_must_see_the_gpus_that_it_and_vllm_use(
     with pytest.raises(UsageError, match=f"^{flag} ") as caught:
         check()
     assert "--gpus-per-node" in caught.value.remedy
+
+
+def test_caches_of_products_are_bounded_unless_they_are_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
+    bound_product_caches()
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "128"
+    assert os.environ["LRU_CACHE_CAPACITY"] == "7"

@@ -32,8 +32,8 @@ from mcore_rl.planner.search import Step
 from mcore_rl.planner.settings import (
     GB,
     GPU_MEMORY_GB_PER_SECOND,
-    GPU_RESERVED_GB,
     GPU_TFLOPS,
+    HOST_RESERVED_GB,
 )
 from mcore_rl.trainer.case import has_slow_products
 
@@ -223,7 +223,7 @@ def _host(source: Source, config: RLConfig) -> defaults.Host:
     # By its limit: what is free changes, and with it the results of the same command.
     limit = math.inf if source.host_memory is None else source.host_memory().limit_bytes
     return defaults.Host(
-        usable_bytes=limit - GPU_RESERVED_GB * GB,
+        usable_bytes=limit - HOST_RESERVED_GB * GB,
         kv_cache_bytes=kv_cache_bytes(config),
         widens=has_slow_products(config.trainer.precision),
     )

@@ -9,7 +9,10 @@ GB, MB = 10**9, 10**6
 MIB = 1 << 20
 
 # Defaults of a plan.
-GPU_RESERVED_GB = 4.0
+# Of a device, what the driver of an H100 reports. The reserve: contexts and kernels, states of
+# parameters in blocks of their own, buffers of NVLS, workspaces of GEMMs, fragmentation.
+GPU_GB, GPU_RESERVED_GB = 85.0, 6.0
+HOST_RESERVED_GB = 4.0  # without devices
 COMMUNICATOR_MB = 100.0
 CUDA_GRAPHS_GB = 1.0  # an assumption: depends on the model and the sizes that vLLM captures
 BATCHED_TOKENS = 16384  # in one step of vLLM

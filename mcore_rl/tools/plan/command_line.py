@@ -31,6 +31,7 @@ from mcore_rl.planner.settings import (
     BATCHED_TOKENS,
     COMMUNICATOR_MB,
     GB,
+    GPU_GB,
     GPU_MEMORY_GB_PER_SECOND,
     GPU_RESERVED_GB,
     GPU_TFLOPS,
@@ -89,7 +90,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--json", metavar="FILE", help="also write the plan there")
     add("--search", action="store_true", help="rank other layouts that fit")
     add("--top", type=int, default=10, help="with --search, how many to show")
-    add("--gpu-memory-gb", type=float, default=80.0, help="of a device")
+    add("--gpu-memory-gb", type=float, default=GPU_GB, help="of a device")
     add("--gpu-reserved-gb", type=float, default=GPU_RESERVED_GB, help="of it, not available to "
         "tensors: contexts, fragmentation")  # fmt: skip
     add("--communicator-mb", type=float, default=COMMUNICATOR_MB, help="of a device, what NCCL "

@@ -215,7 +215,7 @@ def test_output_is_plain_where_it_is_piped(capsys: pytest.CaptureFixture[str]) -
         ),
         ({}, "--optimizer soap", "--optimizer soap is not known to the planner"),
         ({}, "--gpu-memory-gb -1", "--gpu-memory-gb -1.0 must be greater than 0"),
-        ({}, "--gpu-reserved-gb 80", "--gpu-reserved-gb 80.0 leaves nothing"),
+        ({}, "--gpu-reserved-gb 85", "--gpu-reserved-gb 85.0 leaves nothing"),
         ({}, "--rl-num-prompts-per-step 3", "samples do not divide into"),
         ({}, "--json /nonexistent/plan.json", "must name a file in a folder that exists"),
         ({"model_type": "gpt2"}, "", "has model_type 'gpt2', which is not supported; supp"),

@@ -74,7 +74,7 @@ def test_main_job_has_no_red_and_leaves_nothing(warmed_checkpoint: Path, tmp_pat
     assert "the flags are valid for 4 ranks, by all checks of a start" in text
     assert "a step: 16 prompts x 8 samples = 128 sequences of up to 32 tokens" in text
     assert "arithmetic gives 1 to the prompts' own answers and 0 to others" in text
-    assert "1 checkpoint of" in text and "4 ranks here need about" in text
+    assert "4 checkpoints of" in text and "4 ranks here need about" in text
     assert "\x1b" not in process.stdout and process.stderr == ""
     assert tree(tmp_path) == set(), "nothing is written"
     left = [p for p in psutil.process_iter() if _environment(p).get("MCORE_RL_TEST_MARK") == mark]

@@ -90,8 +90,8 @@ def use_own_toolkit() -> None:
 
 def bound_product_caches() -> None:
     """Bound the caches of oneDNN, of torch's and of vLLM's own. Each keeps 1,024 products with code
-    for their shapes, which differ from step to step: a rank would grow by 0.7 GB in 40 steps. Those
-    of a step fit into 128."""
+    for their shapes, which differ from step to step: a rank of the tiny model grew from 0.95 to
+    1.67 GB in 28 steps. With 128 it reaches 1.09 GB, and its steps take no longer."""
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, "128")
 

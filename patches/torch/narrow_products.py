@@ -2,8 +2,9 @@
 
 Symptom: on an x86 CPU without AVX-512 (most laptops, servers up to Zen 3) a run is ten times as
 slow as in float32: torch multiplies bf16 matrices at about 1 GF/s per core, float32 at 80. With
-AVX-512, but without its bf16 instructions (Intel's servers up to Ice Lake), products in bf16 take
-four times as long: 28 GF/s per core instead of 120.
+AVX-512, but without its bf16 instructions (most of Intel's servers up to Ice Lake), products in
+bf16 take three to four times as long: 28 GF/s per core instead of 82 to 126, measured with oneDNN
+limited to such a CPU (ONEDNN_MAX_CPU_ISA=AVX512_CORE).
 Cause: oneDNN computes 16-bit products if the CPU has AVX-512 or AMX, and emulates them without
 AVX512_BF16; without AVX-512 torch falls back to loops that are not vectorised. Its attention
 kernels on CPU call the same loops.

@@ -25,6 +25,7 @@ TOWERS: dict[str, dict[str, Any]] = {
     "qwen3_vl": {**_OF_QWEN, "deepstack_visual_indexes": [0]},
     "qwen3_vl_moe": {**_OF_QWEN, "deepstack_visual_indexes": [0]},
     "glm4v_moe": _OF_QWEN,
+    "kimi_k25": {**_OF_LAYERS, "pos_emb_height": 4, "pos_emb_width": 4, "pos_emb_time": 1},
     "mistral3": {**_OF_LAYERS, "model_type": "pixtral", "head_dim": 16, "image_size": 28},
     "internvl": {**_OF_LAYERS, "image_size": [28, 28]},
     "llava": {**_OF_LAYERS, "model_type": "clip_vision_model", "image_size": 28, "patch_size": 14},

@@ -31,7 +31,7 @@ from mcore_rl.megatron.hf_files import EXPORT_MARKER, INDEX, other_files
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.boxes import Box, Boxes, extent, full_box, slices
 from mcore_rl.model.config_json import read_config_json
-from mcore_rl.model.families import left_to_defaults
+from mcore_rl.model.families import TEXT_CONFIG, left_to_defaults, text_values
 from mcore_rl.model.float8_blocks import scale_name
 from mcore_rl.model.quantization import POWERS_OF_TWO, QUANTIZATION
 from mcore_rl.model.tensors import TensorInfo, is_mtp_tensor
@@ -61,10 +61,10 @@ def export(
     defaults if vLLM's differ. Experts that the source stacks are stacked again, MXFP4 ones in
     bfloat16. Of a multimodal model the other tensors are copied bit for bit, and so is config.json.
 
-    FP8 blocks of the source are written in bfloat16, and config.json without quantization_config.
-    With `as_float8` both are kept: a writer reads the source's bytes, keeps each block whose values
-    are unchanged, bit for bit, and quantises the others (see `float8.quantise`). Untrained weights
-    are therefore exported as published, bytes and scales.
+    FP8 blocks and INT4 groups of the source are written in bfloat16, and config.json without
+    quantization_config. With `as_float8` blocks are kept: a writer reads the source's bytes, keeps
+    each block whose values are unchanged, bit for bit, and quantises the others (see
+    `float8.quantise`). Untrained weights are therefore exported as published, bytes and scales.
 
     Ranks write the files in turn, and hold one file's tensors each. `target` appears only when it
     is complete, with EXPORT_MARKER in it, and replaces the previous folder. If it is a symbolic
@@ -276,7 +276,12 @@ def _write_rest(
     has_mtp = any(is_mtp_tensor(t, num_layers) for t in checkpoint.everything)
     if config.get("num_nextn_predict_layers") and not has_mtp:
         changes["num_nextn_predict_layers"] = 0
-    stays = config if as_float8 else {n: v for n, v in config.items() if n != QUANTIZATION}
+    stays = config
+    if not as_float8:
+        stays = {n: v for n, v in config.items() if n != QUANTIZATION}
+        if text_values(config) is not config:
+            text_config = {n: v for n, v in config[TEXT_CONFIG].items() if n != QUANTIZATION}
+            stays[TEXT_CONFIG] = text_config
     if changes or stays != config:
         text = json.dumps(stays | changes, indent=2)
         (folder / "config.json").write_text(text, encoding="utf-8")

@@ -1,8 +1,8 @@
 """Hugging Face checkpoints, read directly into Megatron shards; `hf_export` writes them back.
 
 Every rank opens the safetensors files it needs and reads only its own slices; nothing is sent
-between ranks. To callers, FP8 blocks (see `float8`) are bfloat16 weights, and stacked experts (see
-`stacked_experts`) are one set of tensors per expert.
+between ranks. To callers, FP8 blocks (see `float8`) and INT4 groups (see `int4`) are bfloat16
+weights, and stacked experts (see `stacked_experts`) are one set of tensors per expert.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from mcore_rl.common import objects
 from mcore_rl.common.errors import UsageError
-from mcore_rl.megatron import float8, hf_files
+from mcore_rl.megatron import float8, hf_files, int4
 from mcore_rl.megatron import stacked_experts as stacked
 from mcore_rl.megatron.hf_files import Copy
 from mcore_rl.megatron.shards import ModelShards
@@ -30,7 +30,7 @@ from mcore_rl.model.boxes import Box, full_box, slices
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.families import family_of
 from mcore_rl.model.float8_blocks import blocks_of, scale_name
-from mcore_rl.model.quantization import FP8, MXFP4
+from mcore_rl.model.quantization import FP8, INT4, MXFP4
 from mcore_rl.model.tensors import (
     TensorInfo,
     checkpoint_tensors,
@@ -58,15 +58,19 @@ _BLOCK_BYTES, _NUM_BLOCKS = 4096, 4
 _DIGESTS = 1 << 256
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _DTYPES_OF_OTHERS = {**_DTYPES, "I64": torch.int64}  # with tables of positions
-# Further dtypes where config.json describes FP8 blocks or MXFP4.
-_QUANTIZED_DTYPES = {FP8: {"F8_E4M3": torch.float8_e4m3fn}, MXFP4: {"U8": torch.uint8}}
+# Further dtypes where config.json describes quantised weights.
+_QUANTIZED_DTYPES = {
+    FP8: {"F8_E4M3": torch.float8_e4m3fn},
+    INT4: {"I32": torch.int32, "I64": torch.int64},
+    MXFP4: {"U8": torch.uint8},
+}
 
 
 @dataclass(frozen=True, slots=True)
 class HFCheckpoint:
     """The tensors of a checkpoint folder: file, shape and dtype of each.
 
-    Weights in FP8 blocks have dtype bfloat16 here.
+    Weights in FP8 blocks or INT4 groups have dtype bfloat16 here.
     """
 
     folder: Path
@@ -76,6 +80,8 @@ class HFCheckpoint:
     mtp: Mapping[str, TensorInfo] = field(default_factory=dict)
     # Weight in FP8 blocks, of `tensors` or `mtp` -> its scales.
     float8: Mapping[str, TensorInfo] = field(default_factory=dict)
+    # Weight in INT4 groups, of `tensors` or `mtp` -> its scales.
+    int4: Mapping[str, TensorInfo] = field(default_factory=dict)
     # Locations of experts' tensors that the folder stacks by layer. `files` has both names.
     stack: stacked.Stack = field(default_factory=lambda: stacked.Stack({}, {}))
     # Tensor of a trained MTP layer -> the tensor of the model proper that it repeats.
@@ -135,12 +141,15 @@ class HFCheckpoint:
     @property
     def stored_bytes(self) -> int:
         """Size of all tensors in bytes, as stored in the files."""
-        return sum(info.num_bytes for info in self.stack.stored.values()) + sum(
-            math.prod(info.shape) + self.float8[name].num_bytes
-            if name in self.float8
-            else info.num_bytes
+        scales = [*self.float8.values(), *self.int4.values()]
+        sizes = {
+            name: math.prod(info.shape) if name in self.float8 else info.num_bytes
             for name, info in self.everything.items()
             if name not in self.stack.parts
+        }
+        sizes |= {name: sizes[name] // 4 for name in self.int4}
+        return sum(info.num_bytes for info in (*self.stack.stored.values(), *scales)) + sum(
+            sizes.values()
         )
 
 
@@ -194,6 +203,11 @@ def open_checkpoint(
     scales: dict[str, TensorInfo] = {}
     if shape.quantization == FP8:
         found, scales = float8.split_scales(found, folder, flag)
+    packed: dict[str, TensorInfo] = {}
+    if shape.quantization == INT4:
+        found, packed = int4.split_packed(found, folder, flag)
+        files |= {weight: files[int4.stored_parts(weight)[0]] for weight in packed}
+        stored_names |= int4.names_of_weights(stored_names)
     stack = stacked.Stack({}, {})
     if family_of(shape.architecture).stacked_experts:
         found, stack = stacked.split_experts(found, shape, folder, flag)
@@ -204,7 +218,7 @@ def open_checkpoint(
     tied = _tied_heads(shape, found)
     tensors = {t: info for t, info in found.items() if t not in mtp and t not in tied}
     checkpoint = HFCheckpoint(
-        *(folder, files, tensors, mtp, scales, stack),
+        *(folder, files, tensors, mtp, scales, packed, stack),
         stored_names=stored_names,
         others=infos_of_others,
     )
@@ -278,8 +292,9 @@ def fingerprint(checkpoint: HFCheckpoint) -> str:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     of_file: dict[str, list[str]] = {}
     stored = [
-        *(tensor for tensor in checkpoint.tensors if tensor not in checkpoint.stack.parts),
+        *(checkpoint.tensors.keys() - checkpoint.stack.parts.keys() - checkpoint.int4.keys()),
         *map(scale_name, checkpoint.float8),
+        *(part for weight in checkpoint.int4 for part in int4.stored_parts(weight)),
         *checkpoint.stack.stored,
     ]
     for tensor in sorted(stored)[rank::world_size]:
@@ -401,6 +416,10 @@ def _reading(
         if tensor in checkpoint.stack.parts:
             part = checkpoint.stack.parts[tensor]
             yield lambda box: part.read(box, lambda name, of: stored(name)(of))
+            return
+        if tensor in checkpoint.int4:
+            packed, of_groups = map(stored, int4.stored_parts(tensor))
+            yield lambda box: int4.dequantise(packed, of_groups, box)
             return
         weight = stored(tensor)
         scales = stored(scale_name(tensor)) if tensor in checkpoint.float8 else None

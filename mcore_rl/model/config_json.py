@@ -23,7 +23,7 @@ from mcore_rl.model.families import FAMILIES, TEXT_CONFIG, text_values
 from mcore_rl.model.family import Family
 from mcore_rl.model.mamba import ATTENTION, DENSE, EXPERTS, MAMBA, Mamba, read_blocks, read_mamba
 from mcore_rl.model.quantization import (
-    GIVE_FP8_BLOCKS,
+    GIVE_BLOCKS_OR_GROUPS,
     GIVE_MXFP4,
     quantization_method,
     unsupported_quantization,
@@ -201,10 +201,10 @@ def read_model_shape(
     """Read the config.json in the folder `source`, or the file `source` itself.
 
     Raises UsageError for a missing folder, file or field, an unsupported family, and unsupported
-    features of a supported family (biases, other activations). Weights in FP8 blocks are described
-    as the bfloat16 weights they represent, and `quantization` names the published method. Other
-    quantised weights are refused, except with `for_planning`. Of a multimodal model it is the shape
-    of the text model.
+    features of a supported family (biases, other activations). Weights in FP8 blocks or INT4 groups
+    are described as the bfloat16 weights they represent, and `quantization` names the published
+    method. Other quantised weights are refused, except with `for_planning`. Of a multimodal model
+    it is the shape of the text model.
     """
     if source.is_file():
         values, path = _read_json_object(source, flag), source
@@ -228,7 +228,7 @@ def model_shape(
     fields.check_spelt_out(family.spelt_out)
     what = unsupported_quantization(values, is_mxfp4=family.has_mxfp4)
     if what and not for_planning:
-        remedy = GIVE_MXFP4 if family.has_mxfp4 else GIVE_FP8_BLOCKS
+        remedy = GIVE_MXFP4 if family.has_mxfp4 else GIVE_BLOCKS_OR_GROUPS
         raise fields.refuse(f"quantised weights ({what})", remedy)
     _refuse_features(fields, family)
     blocks = read_blocks(fields, family)

@@ -22,6 +22,8 @@ from tests.dist.checkpoints import (
     tensors_of,
 )
 from tests.float8_checkpoint import make_float8
+from tests.int4_checkpoint import make_int4
+from tests.multimodal import make_multimodal
 from tests.mxfp4_checkpoint import make_mxfp4
 from tests.rank_pool import RankPool
 
@@ -33,7 +35,8 @@ FLOAT8_SIZES = {
     "qk_nope_head_dim": 48,
     "v_head_dim": 48,
 }
-NUM_TENSORS = {"float8": 41, "mxfp4": 30}  # at least
+UNTIED = {"tie_word_embeddings": False}
+NUM_TENSORS = {"float8": 41, "int4": 41, "mxfp4": 30}  # at least
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,12 @@ def outcome_of(
             checkpoint = checkpoint_factory("kimi_k2", overrides=FLOAT8_SIZES)
             published, dequantized = make_float8(checkpoint, folder)
             split, targets = "tp2_pp2_ep2", {"float8_target": exported_float8}
+        elif kind == "int4":
+            checkpoint = make_multimodal(
+                checkpoint_factory("kimi_k2"), "kimi_k25", folder / "source", **UNTIED
+            )
+            published, dequantized = make_int4(checkpoint, folder)
+            split, targets = "tp2_pp2_ep2", {}
         else:
             published, dequantized = make_mxfp4(checkpoint_factory("gpt_oss"), folder)
             split, targets = "tp2_pp2_ep1", {}  # engines split experts, too

@@ -456,13 +456,43 @@ def test_text_model_of_an_unsupported_family_is_named(model_type: str) -> None:
         model_shape(values, Path("config.json"))
 
 
-def test_int4_weights_of_kimi_k2_5_are_refused() -> None:
-    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    method = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
-    text = hf_config("kimi_k2") | {"quantization_config": {**method, "config_groups": groups}}
-    with pytest.raises(UsageError, match=r"quantised weights \(.* of compressed-tensors\).*; give"):
-        model_shape(nested(text), Path("config.json"))
+def int4_groups(**weights: Any) -> dict[str, Any]:
+    """The quantization_config of Kimi-K2.5, with changed fields of its weights."""
+    weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32} | weights
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "format": None}},
+    }
+
+
+def test_int4_groups_of_a_text_model_are_read() -> None:
+    text = hf_config("kimi_k2") | {"quantization_config": int4_groups()}
+    shape = model_shape(nested(text), Path("config.json"))
+    assert (shape.quantization, shape.is_multimodal) == ("compressed-tensors", True)
+    assert replace(shape, is_multimodal=False) == model_shape(
+        hf_config("kimi_k2"), Path("config.json")
+    )
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        (int4_groups(group_size=128), "group_size 128"),
+        (int4_groups(num_bits=8), "num_bits 8"),
+        (int4_groups(symmetric=False), "symmetric False"),
+        (int4_groups(actorder="group"), "actorder group"),
+        (int4_groups() | {"format": "nvfp4-pack-quantized"}, "format nvfp4-pack-quantized"),
+        (int4_groups() | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        (int4_groups() | {"sparsity_config": {"format": "dense"}}, "sparsity_config"),
+        (int4_groups() | {"config_groups": {"a": {}, "b": {}}}, "num_bits None"),
+    ],
+)
+def test_other_compressed_tensors_are_refused(changed: dict[str, Any], field: str) -> None:
+    text = hf_config("kimi_k2") | {"quantization_config": changed}
+    says = rf"quantised weights \(.* of compressed-tensors with {field}.*\).*; give"
+    with pytest.raises(UsageError, match=says):
+        model_shape(text, Path("config.json"))
 
 
 def test_missing_field_of_a_text_model_is_named() -> None:
@@ -514,7 +544,7 @@ REFUSED = {
     "int4": (
         KIMI_K2,
         {"quantization_config": {"quant_method": "compressed-tensors", "format": "pack-quantized"}},
-        r"quantised weights \(quantization_config of compressed-tensors\).*or dequantise",
+        r"quantised weights \(quantization_config of compressed-tensors with num_bits None\).*",
     ),
     "unnamed": (KIMI_K2, {"quantization_config": {"bits": 4}}, "quantised weights.*unnamed method"),
     "no_object": (KIMI_K2, {"quantization_config": "fp8"}, "quantised weights.*unnamed method"),

@@ -13,7 +13,7 @@ from mcore_rl.config import RLConfig
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_values
 from mcore_rl.megatron.hf_files import check_copies
 from mcore_rl.model.config_json import ModelShape
-from mcore_rl.model.quantization import FP8, MXFP4
+from mcore_rl.model.quantization import READ_AS
 from mcore_rl.tools.doctor.finding import CHECKPOINT, Finding, Report, green, plural, yellow
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.save_rule import SaveRule
@@ -31,7 +31,7 @@ def num_parameters(checkpoint: HFCheckpoint) -> int:
 def check_hf_folder(shape: ModelShape, checkpoint: HFCheckpoint) -> Iterator[Finding]:
     """Describe a folder that the start accepts, after `check_values_of`."""
     every, zeros = check_values_of(checkpoint, "--rl-hf-checkpoint")
-    quantized = {FP8: "FP8 blocks", MXFP4: "MXFP4"}.get(shape.quantization or "")
+    quantized = READ_AS.get(shape.quantization or "")
     blocks = f" of {quantized}, read as bfloat16," if quantized else ""
     files = plural(len(set(checkpoint.files.values())), "file")
     read = "all complete" if every == 1 else f"no file missing, one tensor in {every:,} was read"

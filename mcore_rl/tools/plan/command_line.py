@@ -22,7 +22,7 @@ from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.model.config_json import ModelShape, read_model_shape
 from mcore_rl.model.families import family_of
 from mcore_rl.model.layout import SPLITS_SHARED_EXPERTS
-from mcore_rl.model.quantization import FP8, MXFP4
+from mcore_rl.model.quantization import FP8, INT4, MXFP4
 from mcore_rl.model.roles import ACTOR, CRITIC
 from mcore_rl.planner.memory import placement_of
 from mcore_rl.planner.phases import Case
@@ -303,11 +303,11 @@ def _read_shape(named: str | None, source: str | None, flag: str) -> ModelShape:
         )
     shape = read_model_shape(Path(source), flag=flag, for_planning=True)
     # Published checkpoints; their tensors have the shapes of the trained tensors.
-    known = MXFP4 if family_of(shape.architecture).has_mxfp4 else FP8
-    if shape.quantization not in (None, known):
+    known = (MXFP4,) if family_of(shape.architecture).has_mxfp4 else (FP8, INT4)
+    if shape.quantization not in (None, *known):
         raise UsageError(
             f"describes weights quantised by {shape.quantization}, and the planner knows "
-            f"{known}, which is converted to bfloat16 for training",
+            f"{' and '.join(known)}, converted to bfloat16 for training",
             flag=f"{flag} {source}",
             remedy="give the config.json of such a checkpoint or of one that is not quantised",
         )

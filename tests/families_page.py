@@ -23,6 +23,34 @@ from tests.unit import test_planner
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "using" / "families.md"
 Proofs = Mapping[str, set[str]]
+ROOT = PAGE.parents[2]
+RECURRENT, MULTIMODAL = "tests/e2e/test_recurrent_layers.py", "tests/e2e/test_multimodal.py"
+GPU = "docs/using/what_was_run.md#on-a-gpu"
+REAL_SIZE = "benchmarks/RESULTS.md#real-sizes-seconds-and-host-memory-by-phase"
+# How far a family was taken beyond the tests that all of them pass: what -> family -> evidence.
+LEVELS: Mapping[str, Mapping[str, str]] = {
+    "resumed bit for bit": {
+        "deepseek_v3": "tests/e2e/test_resume.py",
+        "qwen3_next": RECURRENT,
+        "qwen3_5_text": RECURRENT,
+        "qwen3_5_moe_text": MULTIMODAL,
+        "nemotron_h": RECURRENT,
+    },
+    "learned a task": {
+        "deepseek_v3": "scripts/run_deepseek_moe.sh",
+        "qwen3": "benchmarks/RESULTS.md#what-a-step-learns-beside-trl",
+        "llama": "examples/smollm2/run.sh",
+        "qwen3_next": RECURRENT,
+        "qwen3_5_text": RECURRENT,
+        "nemotron_h": RECURRENT,
+    },
+    "on a GPU": {"deepseek_v3": GPU, "qwen3": GPU, "deepseek_v32": GPU},
+    "at real size": {
+        "llama": "examples/smollm2/run.sh",
+        "qwen3": REAL_SIZE,
+        "deepseek_v3": REAL_SIZE,
+    },
+}
 
 
 def parameters_of(test: Any) -> list[Any]:
@@ -157,6 +185,16 @@ def _if(of_family: bool | str) -> str:
     return f" (`{of_family}`)" if isinstance(of_family, str) else ""
 
 
+def levels_table() -> Iterator[str]:
+    yield _row(["family", *LEVELS])
+    yield _row(["---"] * (1 + len(LEVELS)))
+    for name in FAMILIES:
+        found = [level.get(name) for level in LEVELS.values()]
+        if any(found):
+            links = (f"[yes](../../{where})" if where else "no" for where in found)
+            yield _row([f"`{name}`", *links])
+
+
 def refusals_table() -> Iterator[str]:
     yield _row(["reason", "architectures"])
     yield _row(["---"] * 2)
@@ -168,7 +206,7 @@ def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-PARTS = {"families": families_table, "refusals": refusals_table}
+PARTS = {"families": families_table, "levels": levels_table, "refusals": refusals_table}
 
 
 def rendered(page: str) -> str:

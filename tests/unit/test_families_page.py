@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from mcore_rl.model.families import FAMILIES
 from tests import families_page
 
@@ -18,3 +20,14 @@ def test_every_family_has_every_proof() -> None:
     for column, covered in families_page.proofs().items():
         assert covered == FAMILIES.keys() - lacking.get(column, set()), column
     assert families_page.splits().keys() == FAMILIES.keys()
+
+
+def test_evidence_of_each_level_exists() -> None:
+    for families in families_page.LEVELS.values():
+        assert families.keys() <= FAMILIES.keys()
+        for where in families.values():
+            path, _, anchor = where.partition("#")
+            text = (families_page.ROOT / path).read_text(encoding="utf-8")
+            headings = [line.lstrip("# ") for line in text.splitlines() if line.startswith("#")]
+            anchors = [re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings]
+            assert not anchor or anchor in anchors, where

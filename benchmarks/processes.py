@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -27,30 +28,80 @@ ENVIRONMENT = {
 }
 
 
-def run_python(arguments: Sequence[str], **environment: str) -> str:
+class PeakMemory:
+    """The largest sum of a process's and its descendants' memory, sampled in a thread."""
+
+    def __init__(self, seconds: float = 2.0) -> None:
+        self.num_bytes = 0
+        self._seconds = seconds
+        self._ended = threading.Event()
+
+    def watch(self, pid: int) -> None:
+        """Start sampling the process `pid`."""
+        threading.Thread(target=self._sample, args=(pid,), daemon=True).start()
+
+    def end(self) -> None:
+        """Stop sampling."""
+        self._ended.set()
+
+    def _sample(self, pid: int) -> None:
+        while not self._ended.wait(self._seconds):
+            self.num_bytes = max(self.num_bytes, _proportional_bytes(pid))
+
+
+def _proportional_bytes(pid: int) -> int:
+    """Return the memory of a process and its descendants; a shared page counts once."""
+    import psutil
+
+    total = 0
+    try:
+        process = psutil.Process(pid)
+        for each in (process, *process.children(recursive=True)):
+            total += each.memory_full_info().pss
+    except psutil.NoSuchProcess:  # it ended meanwhile
+        pass
+    return total
+
+
+def run_python(
+    arguments: Sequence[str], *, memory: PeakMemory | None = None, **environment: str
+) -> str:
     """Run a fresh Python and return its output. If it fails, raise RuntimeError with its end."""
-    done = subprocess.run(
+    with subprocess.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,
         env={**os.environ, **environment},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=RUN_SECONDS,
-    )
-    if done.returncode:
+    ) as process:
+        if memory is not None:
+            memory.watch(process.pid)
+        try:
+            output, errors = process.communicate(timeout=RUN_SECONDS)
+        finally:
+            process.kill()
+            if memory is not None:
+                memory.end()
+    if process.returncode:
         raise RuntimeError(
-            f"{' '.join(arguments[:4])} ended with {done.returncode}\n"
-            f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+            f"{' '.join(arguments[:4])} ended with {process.returncode}\n"
+            f"{output[-2000:]}\n{errors[-4000:]}"
         )
-    return done.stdout
+    return output
 
 
 def train(
-    num_processes: int, flags: Sequence[str], run_dir: Path, **environment: str
+    num_processes: int,
+    flags: Sequence[str],
+    run_dir: Path,
+    *,
+    memory: PeakMemory | None = None,
+    **environment: str,
 ) -> list[dict[str, float]]:
     """Run a job of mcore_rl with `flags`, and return the lines of its metrics.jsonl."""
     launch = ["-m", "mcore_rl.launch", "--nproc-per-node", str(num_processes)]
-    run_python([*launch, "-m", "mcore_rl.train", *flags], **environment)
+    run_python([*launch, "-m", "mcore_rl.train", *flags], memory=memory, **environment)
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 

@@ -5,8 +5,8 @@
 Needs the `bench` extra. The first call makes the checkpoints, in the cache folder of
 scripts/run_deepseek_moe.sh (MCORE_RL_CACHE). The rest takes over an hour on 2 cores, half of it
 for TRL's steps of `long_256` (`--only short long packing`: 20 to 30 minutes). `real_size` needs
-20 GB of host memory and only runs if --only names it. --markdown replaces this benchmark's section
-of FILE.
+20 GB of host memory, and `smollm2` half an hour; both only run if --only names them. --markdown
+replaces this benchmark's section of FILE.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from benchmarks import step_time_report as report  # noqa: E402
 from benchmarks.facts import facts_of_run  # noqa: E402
 from benchmarks.pages import section_fault, write_section  # noqa: E402
-from benchmarks.processes import ENVIRONMENT, alternating, in_a_process, run_python, train  # noqa: E402
+from benchmarks.processes import (  # noqa: E402
+    ENVIRONMENT,
+    PeakMemory,
+    alternating,
+    in_a_process,
+    run_python,
+    train,
+)
 from benchmarks.step_time_task import (  # noqa: E402
     LEFT_OUT_STEPS,
     WORKLOADS,
@@ -41,12 +48,18 @@ from benchmarks.step_time_task import (  # noqa: E402
     quick,
 )
 
-PACKING, REAL_SIZE = "packing", "real_size"
+PACKING = "packing"
+NAMED_ONLY = ("real_size", "smollm2")
 # Models for the packed and the padded update.
 MODELS = {"dense (qwen3)": "qwen3", "MoE (deepseek_v3)": "deepseek_v3"}
 # Fastest on two cores, since such small products gain little from a second thread. A step of
 # `short` (with heads of 128): 2 processes 0.74 s, 1 process 1.03 s, with two threads 1.17 s.
 OURS_PROCESSES = 2
+# `smollm2`: processes and precision of ours, and precision and flags of TRL, of the fastest of the
+# settings that were tried; and what TRL does without settings.
+OUR_BEST = (1, "fp32")
+TRL_BEST = ("bf16", "--batch", "32")
+TRL_DEFAULTS = ("--batch", "8", "--recompute")
 
 # A run: seed, folder of the trained checkpoint -> measurements.
 _System = Callable[[int, Path], dict[str, Any]]
@@ -61,7 +74,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the section there")
     parser.add_argument("--repetitions", type=int, default=2, help="runs of each, in turns")
     parser.add_argument("--processes", type=int, default=OURS_PROCESSES, help="of ours: 1, 2 or 4")
-    usual = [name for name in names if name != REAL_SIZE]
+    usual = [name for name in names if name not in NAMED_ONLY]
     parser.add_argument("--only", nargs="+", choices=names, default=usual, help="some workloads")
     parser.add_argument("--quick", action="store_true", help="one repetition, few steps")
     return parser
@@ -121,22 +134,41 @@ def _compared(
     """Measure all systems of a workload in turns."""
     checkpoint = in_a_process(checkpoint_of, workload)
     workload = quick(workload) if options.quick else workload
-    heldout = checkpoint / "prompts" / "heldout.jsonl"
-    accuracy = partial(in_a_process, held_out_accuracy)
     way = ["--quick"] if options.quick else []
 
-    def our(short: Workload, precision: str) -> _System:
-        num_processes = workload.num_processes or options.processes
+    def our(short: Workload, precision: str, processes: int = 0) -> _System:
+        num_processes = processes or workload.num_processes or options.processes
         return partial(ours, short, checkpoint, num_processes, precision)
 
     def theirs(extent: Sequence[str], precision: str) -> _System:
         return partial(trl, workload, checkpoint, precision, extent)
 
+    if workload.is_published:
+        systems = {
+            report.OURS + report.DEFAULTS: our(workload, "bf16"),
+            report.OURS + report.BEST: our(workload, OUR_BEST[1], OUR_BEST[0]),
+            report.TRL + report.DEFAULTS: theirs([*way, *TRL_DEFAULTS], "bf16"),
+            report.TRL + report.BEST: theirs([*way, *TRL_BEST[1:]], TRL_BEST[0]),
+        }
+        return _measured(workload, systems, checkpoint, repetitions, folder)
     trls = workload.precision or _faster(report.TRL, folder, partial(theirs, ["--trial"]))
     our_own = workload.precision or _faster(report.OURS, folder, partial(our, quick(workload)))
     systems = {report.OURS: our(workload, our_own), report.TRL: theirs(way, trls)}
     if workload.name == "short" and trls == "bf16":  # where it is quick to tell
         systems[report.TRL_BF16_WEIGHTS] = theirs(way, "bf16_weights")
+    return _measured(workload, systems, checkpoint, repetitions, folder)
+
+
+def _measured(
+    workload: Workload,
+    systems: Mapping[str, _System],
+    checkpoint: Path,
+    repetitions: int,
+    folder: Path,
+) -> list[report.Row]:
+    """Run the systems in turns; return their rows."""
+    heldout = checkpoint / "prompts" / "heldout.jsonl"
+    accuracy = partial(in_a_process, held_out_accuracy)
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
     for number in range(repetitions):
         for name in alternating(systems, number):
@@ -168,7 +200,9 @@ def ours(
     run_dir = out.with_name(out.name + ".run")
     tp_size = max(1, processes // 2) if processes > 2 else 1
     dp_size = processes // tp_size
-    if workload.packed_tokens:
+    if workload.is_published:
+        micro_batch = ""
+    elif workload.packed_tokens:
         micro_batch = f"--rl-max-tokens-per-microbatch {workload.packed_tokens}"
     else:
         micro_batch = f"--micro-batch-size {workload.samples_per_step // dp_size}"
@@ -181,14 +215,16 @@ def ours(
     ).split()
     flags += workload.flags(checkpoint, run_dir, precision=precision, seed=seed)
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
-    lines = train(processes, flags, run_dir, OMP_NUM_THREADS=str(threads))
+    memory = PeakMemory()
+    lines = train(processes, flags, run_dir, memory=memory, OMP_NUM_THREADS=str(threads))
     steps = [line for line in lines if "time/step_seconds" in line]
     shutil.rmtree(run_dir)
     return {
         "step_seconds": [step["time/step_seconds"] for step in steps],
         "response_tokens": [step["response_tokens/mean"] for step in steps],
+        "peak_bytes": memory.num_bytes,
         "setting": f"{processes} x {threads} threads, TP{tp_size} DP{dp_size}, {precision}, "
-        f"{micro_batch[2:]}",
+        f"{micro_batch[2:] or 'packed'}",
     }
 
 
@@ -214,11 +250,16 @@ def trl(
     script = str(ROOT / "benchmarks" / "step_time_trl.py")
     flags = ["--precision", precision, "--seed", str(seed), *way]
     threads = str(len(os.sched_getaffinity(0)))
+    memory = PeakMemory()
     output = run_python(
-        [script, workload.name, str(checkpoint), str(out), *flags], OMP_NUM_THREADS=threads
+        [script, workload.name, str(checkpoint), str(out), *flags],
+        memory=memory,
+        OMP_NUM_THREADS=threads,
     )
     run = json.loads(output.splitlines()[-1])
-    run["setting"] = f"1 process, {run['threads']} threads, {precision.replace('_', ' ')}"
+    run["peak_bytes"] = memory.num_bytes
+    named = " ".join(("", *way)).replace(" --", ", ")
+    run["setting"] = f"1 process, {run['threads']} threads, {precision.replace('_', ' ')}{named}"
     return run
 
 

@@ -6,7 +6,8 @@ is the same model, trained to answer after an instruction, which gives prompts o
 probability: lengths are geometric, cut at the limit. The reward is `arithmetic` on the text before
 the first full stop, so length has no effect on it.
 
-`real_size` has the shape of Qwen3-0.6B and random weights: only its steps are timed.
+`real_size` has the shape of Qwen3-0.6B and random weights: only its steps are timed. `smollm2` is
+examples/smollm2: SmolLM2-135M-Instruct on small tasks in words.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class Workload:
     random_model: str = ""  # a case of real_size.py; "": a model that knows the task
     precision: str = ""  # of both systems; "": of each the faster one
     num_processes: int = 0  # of ours; 0: --processes
+    is_published: bool = False  # SmolLM2-135M-Instruct, by defaults and by the best settings
 
     @property
     def samples_per_step(self) -> int:
@@ -73,13 +75,14 @@ class Workload:
 
     def flags(self, checkpoint: Path, run_dir: Path, *, precision: str, seed: int) -> list[str]:
         """Return the flags of a run of mcore_rl that all benchmarks share."""
+        cache = "" if self.is_published else "--rl-rollout-kv-cache-gib 0.25 "
         return (
             f"--rl-hf-checkpoint {checkpoint} --rl-max-prompt-tokens {self.max_prompt_tokens} "
             f"--rl-max-response-tokens {self.max_response_tokens} "
             f"--rl-num-prompts-per-step {self.num_prompts_per_step} "
             f"--rl-num-samples-per-prompt {self.num_samples_per_prompt} "
             f"--lr {self.learning_rate} --rl-precision {precision} --seed {seed} "
-            f"--rl-rollout-kv-cache-gib 0.25 --rl-run-dir {run_dir}"
+            f"{cache}--rl-run-dir {run_dir}"
         ).split()
 
     @property
@@ -141,7 +144,20 @@ _REAL_SIZE = Workload(
     precision="fp32",
     num_processes=1,
 )
-WORKLOADS = (_SHORT, _INSTRUCTED, _SHORT_512, _LONG, _LONG_256, _REAL_SIZE)
+_SMOLLM2 = Workload(
+    "smollm2",
+    max_response_tokens=24,
+    num_prompts_per_step=16,
+    num_samples_per_prompt=8,
+    num_steps=4,
+    num_eval_prompts=144,
+    learning_rate=1e-5,
+    max_prompt_tokens=64,
+    aimed_ratio=4.0,
+    num_processes=1,
+    is_published=True,
+)
+WORKLOADS = (_SHORT, _INSTRUCTED, _SHORT_512, _LONG, _LONG_256, _REAL_SIZE, _SMOLLM2)
 LEFT_OUT_STEPS = 2  # at the start: caches, connections and allocators are still being filled
 
 
@@ -184,8 +200,11 @@ def cache_folder() -> Path:
 
 def checkpoint_of(workload: Workload) -> Path:
     """Return the folder of the workload's checkpoint. The first call takes minutes."""
+    import make_smollm2
     from make_tiny_deepseek import make_checkpoint
 
+    if workload.is_published:
+        return make_smollm2.make_checkpoint(cache_folder() / "smollm2_135m_instruct")
     if workload.random_model:
         from benchmarks import real_size
 
@@ -314,17 +333,16 @@ def held_out_accuracy(checkpoint: Path, heldout: Path, workload: Workload) -> fl
     model = model.float().eval()
     rows = rows_of(heldout)[: workload.num_eval_prompts]
     chats = [[{"role": "user", "content": row["prompt"]}] for row in rows]
-    asked = tokenizer.apply_chat_template(chats, add_generation_prompt=True)["input_ids"]
-    assert len({len(ids) for ids in asked}) == 1, "prompts of this task have one length"
+    tokenizer.padding_side = "left"
+    asked = tokenizer.apply_chat_template(
+        chats, add_generation_prompt=True, padding=True, return_tensors="pt"
+    )
     with torch.no_grad():
-        found = model.generate(
-            torch.tensor(asked),
-            attention_mask=torch.ones(len(asked), len(asked[0]), dtype=torch.int64),
-            do_sample=False,
-            # What follows an answer and its end changes no reward, or (a number) would be wrong.
-            max_new_tokens=16,
-        )
-    texts = tokenizer.batch_decode(found[:, len(asked[0]) :], skip_special_tokens=True)
+        # What follows an answer and its end changes no reward, or (a number) would be wrong.
+        most = max(16, workload.max_response_tokens if workload.is_published else 0)
+        found = model.generate(**asked, do_sample=False, max_new_tokens=most)
+    width = asked["input_ids"].shape[1]
+    texts = tokenizer.batch_decode(found[:, width:], skip_special_tokens=True)
     found_rewards = [
         reward(prompt=row["prompt"], response=text, answer=row["answer"])
         for row, text in zip(rows, texts, strict=True)

@@ -53,6 +53,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few steps")
     parser.add_argument("--trial", action="store_true", help="few steps of few samples")
     parser.add_argument("--steps", type=int, help="so many, instead of the workload's")
+    parser.add_argument("--batch", type=int, help="samples at once, instead of all of a step")
+    parser.add_argument("--recompute", action="store_true", help="gradient checkpointing")
     parser.add_argument("--response-tokens", type=int, help="at most, instead of the workload's")
     options = parser.parse_args()
     (workload,) = (w for w in WORKLOADS if w.name == options.workload)
@@ -136,7 +138,9 @@ def settings(workload: Workload, options: argparse.Namespace, **more: Any) -> An
     )
     return GRPOConfig(
         output_dir=str(options.out),
-        per_device_train_batch_size=workload.samples_per_step,
+        per_device_train_batch_size=options.batch or workload.samples_per_step,
+        gradient_accumulation_steps=workload.samples_per_step
+        // (options.batch or workload.samples_per_step),
         num_generations=workload.num_samples_per_prompt,
         max_completion_length=workload.max_response_tokens,
         max_steps=workload.num_steps,
@@ -151,7 +155,7 @@ def settings(workload: Workload, options: argparse.Namespace, **more: Any) -> An
         scale_rewards="group",
         seed=options.seed,
         bf16=options.precision == "bf16",
-        gradient_checkpointing=False,  # on by default; slower if memory suffices
+        gradient_checkpointing=options.recompute,  # on by default; slower if memory suffices
         use_cpu=not on_gpu,
         logging_steps=1,
         save_strategy="no",

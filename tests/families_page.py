@@ -38,7 +38,6 @@ LEVELS: Mapping[str, Mapping[str, str]] = {
     },
     "learned a task": {
         "deepseek_v3": "scripts/run_deepseek_moe.sh",
-        "qwen3": "benchmarks/RESULTS.md#what-a-step-learns-beside-trl",
         "llama": "examples/smollm2/run.sh",
         "qwen3_next": RECURRENT,
         "qwen3_5_text": RECURRENT,

@@ -16,6 +16,7 @@ import pytest
 
 from benchmarks import rollout_report, step_time
 from benchmarks.pages import markers, paired_ratio, sections_of, with_section
+from benchmarks.processes import PeakMemory, run_python
 from benchmarks.step_time_packing import LIMIT_TOKENS, sample_lengths, samples
 from benchmarks.step_time_report import (
     SECTION,
@@ -95,6 +96,26 @@ def test_packing_is_judged_by_pace_and_by_memory(seconds, peak, met):
     assert rows[0]["workload"] == "packing"
     assert [ok for _, _, ok in verdicts(rows, {})] == [met, met]
     assert verdicts(rows[:1], {}) == []
+
+
+def test_defaults_and_best_settings_are_judged_by_pace_and_by_memory():
+    ours, theirs = (run(0, 0, seconds) for seconds in (1.0, 4.5))
+    rows = [
+        row("mcore_rl, defaults", ours | {"peak_bytes": 21}),
+        row("trl, defaults", theirs | {"peak_bytes": 10}),
+        row("mcore_rl, best settings", ours | {"peak_bytes": 19}),
+    ]
+    assert [ok for _, _, ok in verdicts(rows, {"short": 4.0})] == [True, False]
+
+
+def test_memory_of_descendants_counts():
+    size = 50 << 20
+    child = f"import time; held = bytearray({size}); held[::4096] = b'1' * len(held[::4096]); "
+    child += "time.sleep(1.5)"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    memory = PeakMemory(seconds=0.1)
+    run_python(["-c", parent], memory=memory)
+    assert size < memory.num_bytes < size + (60 << 20)
 
 
 BEGIN, END = markers(SECTION)
@@ -179,8 +200,10 @@ def test_workloads_match_the_targets():
 
 
 def test_real_size_runs_only_if_named():
-    assert step_time.REAL_SIZE not in step_time.make_parser().parse_args([]).only
-    assert step_time.make_parser().parse_args(["--only", "real_size"]).only == ["real_size"]
+    usual = step_time.make_parser().parse_args([]).only
+    for name in step_time.NAMED_ONLY:
+        assert name not in usual
+        assert step_time.make_parser().parse_args(["--only", name]).only == [name]
 
 
 def test_stop_probability_gives_the_mean_length():

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,8 +133,10 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def follows_curve(name: str, steps: list[dict[str, Any]]) -> None:
-    """The first steps of a run are those that are stored under its name."""
+def follows_curve(
+    name: str, steps: list[dict[str, Any]], metrics: Iterable[str] = tuple(CURVE_TOLERANCES)
+) -> None:
+    """In the first steps of a run, `metrics` are those that are stored under its name."""
     curves = json.loads(CURVES.read_text())
     # Steps that train the critic alone have no entropy.
     now = {m: [step[m] for step in steps if m in step] for m in CURVE_TOLERANCES}
@@ -141,7 +144,8 @@ def follows_curve(name: str, steps: list[dict[str, Any]]) -> None:
         rounded = {m: [round(value, 4) for value in values] for m, values in now.items()}
         CURVES.write_text(json.dumps(curves | {name: rounded}, indent=1, sort_keys=True) + "\n")
         return
-    for metric, tolerance in CURVE_TOLERANCES.items():
+    for metric in metrics:
+        tolerance = CURVE_TOLERANCES[metric]
         for value, stored in zip(now[metric], curves[name][metric], strict=True):
             assert abs(value - stored) <= tolerance, (metric, now[metric], curves[name][metric])
 

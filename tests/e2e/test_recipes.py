@@ -9,13 +9,14 @@ comes to explain 0.3 of the variance of returns.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import load_script
-from tests.e2e.recipe import LONG, follows_curve, metrics_of, run_job, task_flags
+from tests.e2e.recipe import CURVE_TOLERANCES, LONG, follows_curve, metrics_of, run_job, task_flags
 from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -53,10 +54,15 @@ def run(
     return metrics_of(run_dir)
 
 
-def check_learning(name: str, metrics: list[dict[str, Any]], gain: float = 0.2) -> None:
-    """Held-out accuracy has risen by `gain`, or four steps are those of the curve."""
+def check_learning(
+    name: str,
+    metrics: list[dict[str, Any]],
+    gain: float = 0.2,
+    curve: Iterable[str] = tuple(CURVE_TOLERANCES),
+) -> None:
+    """Held-out accuracy has risen by `gain`, or the `curve` of four steps is the stored one."""
     if not LONG:
-        return follows_curve(name, metrics[:CURVE])
+        return follows_curve(name, metrics[:CURVE], curve)
     first, last = (m["eval/accuracy"] for m in metrics if "eval/accuracy" in m)
     assert last - first > gain
 
@@ -127,8 +133,12 @@ def test_a_task_of_two_turns_is_learnt(
         *("--rl-num-prompts-per-step", "32", "--lr", "3e-4"),
     )
     metrics = run(warmed_checkpoint, tmp_path / "run", ranks, 16 if LONG else CURVE, *flags)
-    check_learning("two turns", metrics)
+    # Not its lengths and entropies: over six seeds, and so over kernels that round otherwise, those
+    # of its third step have standard deviations of 0.9 tokens and 0.04 nats.
+    check_learning("two turns", metrics, curve=("reward/mean",))
     steps = [m for m in metrics if "reward/mean" in m]
+    rewards = [m["reward/mean"] for m in steps]
+    assert min(rewards[1:]) > rewards[0] + 0.04, rewards  # at least 0.086 with those seeds
     assert not any(m["reward/failures"] or m["rollout/failures"] for m in steps)
     rollouts = (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines()
     turns = [json.loads(line)["response"].count("\n") + 1 for line in rollouts]

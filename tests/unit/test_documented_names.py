@@ -46,11 +46,17 @@ def label(file: Path) -> str:
     return str(file.relative_to(ROOT))
 
 
-def strings_of(file: Path) -> Iterator[tuple[int, str, bool]]:
+@functools.cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(file)))
+
+
+@functools.cache
+def strings_of(file: Path) -> list[tuple[int, str, bool]]:
     """Line, text and whether it is a docstring, of each string; f-strings have {} for values."""
-    tree = tree_of(file)
     docstrings, inner = set(), set()
-    for node in ast.walk(tree):
+    found = []
+    for node in nodes_of(file):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             first = node.body[0] if node.body else None
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
@@ -58,10 +64,11 @@ def strings_of(file: Path) -> Iterator[tuple[int, str, bool]]:
         if isinstance(node, ast.JoinedStr):
             inner.update(node.values)
             parts = [p.value if isinstance(p, ast.Constant) else "{}" for p in node.values]
-            yield node.lineno, "".join(map(str, parts)), False
-    for node in ast.walk(tree):
+            found.append((node.lineno, "".join(map(str, parts)), False))
+    for node in nodes_of(file):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in inner:
-            yield node.lineno, node.value, node in docstrings
+            found.append((node.lineno, node.value, node in docstrings))
+    return found
 
 
 # ------------------------------------------------------------------------------------ modules
@@ -75,7 +82,7 @@ def names_in(module: str) -> set[str] | None:
     if not file.is_file():
         return None
     found = {p.stem for p in path.glob("*.py")} | {p.name for p in path.glob("*/")}
-    for node in ast.walk(tree_of(file)):
+    for node in nodes_of(file):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             found.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
@@ -141,7 +148,7 @@ def declared_in(files: list[Path]) -> set[str]:
     """The flags that `add_argument` calls and shell scripts of these folders declare."""
     found: set[str] = set()
     for file in files:
-        for node in ast.walk(tree_of(file)):
+        for node in nodes_of(file):
             if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
                 found |= {a.value for a in node.args if isinstance(a, ast.Constant)}
     return found
@@ -173,7 +180,7 @@ def user_flags() -> set[str]:
     """Those that the classes of parameters in examples declare."""
     found = set()
     for file in (ROOT / "examples").glob("**/*.py"):
-        for node in ast.walk(tree_of(file)):
+        for node in nodes_of(file):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 found.add("--rl-" + node.target.id.replace("_", "-"))
     return found
@@ -189,7 +196,7 @@ def vllm_flags() -> set[str]:
     files = ["engine/arg_utils.py", *(p.relative_to(base) for p in base.glob("config/*.py"))]
     files += [p.relative_to(base) for p in base.glob("entrypoints/**/cli_args.py")]
     for file in files:
-        for node in ast.walk(tree_of(base / file)):
+        for node in nodes_of(base / file):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 found.add("--" + node.target.id.replace("_", "-"))
     return found

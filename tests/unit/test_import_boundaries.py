@@ -97,10 +97,14 @@ def dotted(node: ast.expr) -> str:
 
 
 def nodes(tree: ast.AST, with_functions: bool) -> Iterator[ast.AST]:
-    yield tree
-    for child in ast.iter_child_nodes(tree):
-        if with_functions or not isinstance(child, ast.FunctionDef):
-            yield from nodes(child, with_functions)
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        children = ast.iter_child_nodes(node)
+        waiting += [
+            child for child in children if with_functions or not isinstance(child, ast.FunctionDef)
+        ][::-1]
 
 
 def names_used(source: str, package: str, with_functions: bool = True) -> Iterator[str]:

@@ -132,6 +132,7 @@ class ModelRows:
         position_ids  [[0, 1, 2, 0, 1, 0]]
         cu_seqlens    [0, 3, 5, 6]
         places        [0, 1, 2, 3, 4]
+        scored        [1, 3], if 7 and 9 were generated
     """
 
     token_ids: torch.Tensor  # [rows, s / cp_size] int64, padded with 0 after real tokens
@@ -144,6 +145,9 @@ class ModelRows:
     longest: int  # positions of the longest sample, on all context-parallel ranks
     # [t] int64, places of the tokens in the flattened rows of all context-parallel ranks, in order
     places: torch.Tensor
+    # [n] int64, sorted: this rank's positions whose outputs a loss or a metric uses, in
+    # [s / cp_size, rows], flattened
+    scored: torch.Tensor
     # [k] int64, the segment (a shared prompt) before each of the k segments, or itself.
     # None if nothing is shared.
     prefix_of: torch.Tensor | None = None
@@ -264,15 +268,30 @@ def lay_out(
     # nth: index of a row's position in the order over all context-parallel ranks.
     nth = order.flatten().argsort()[places % length]
     mine = order[cp_rank]
+    places = (nth // share * num_rows + places // length) * share + nth % share
     return ModelRows(
         token_ids=token_ids[:, mine],
         position_ids=_counted(bounds.diff(), offsets)[mine].repeat(num_rows, 1),
         target_ids=token_ids.roll(-1, dims=1)[:, mine],
         cu_seqlens=cu_seqlens,
         longest=longest,
-        places=(nth // share * num_rows + places // length) * share + nth % share,
+        places=places,
+        scored=_scored(micro_batch, places, num_rows, share, cp_rank),
         prefix_of=prefix_of,
     )
+
+
+def _scored(
+    micro_batch: TrainBatch, places: torch.Tensor, num_rows: int, share: int, cp_rank: int
+) -> torch.Tensor:
+    """Return `ModelRows.scored`."""
+    mask = micro_batch.loss_mask
+    if micro_batch.taught_mask is not None:
+        mask = mask | micro_batch.taught_mask
+    here = places[mask] - cp_rank * num_rows * share
+    here = here[(here >= 0) & (here < num_rows * share)]
+    positions: torch.Tensor = here % share * num_rows + here // share
+    return torch.tensor(sorted(set(positions.tolist())), dtype=torch.int64)  # prompts repeat theirs
 
 
 def tokens_in_rows(rows: ModelRows, num_tokens: int, cp_rank: int = 0) -> torch.Tensor:

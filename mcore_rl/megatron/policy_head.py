@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -78,7 +79,8 @@ class PolicyHead:
     With `top_k` it appends the log-probs and the ids of the k most probable tokens, `[b, s, 2 +
     2k]`, and with `with_hidden` the output layer's input, both without a gradient. With `teacher`
     it appends the reverse KL to a teacher, `[b, s, 3]`, and with `engine` the columns of
-    `expected_scores`, `[b, s, 6]`; not both.
+    `expected_scores`, `[b, s, 6]`; not both. With `scored` only these positions are computed, and
+    all columns of the others are 0.
     Forward and backward hold the logits of at most `chunk_tokens` positions at once.
     """
 
@@ -104,6 +106,7 @@ class PolicyHead:
         self,
         *args: Any,
         target_ids: torch.Tensor | None = None,
+        scored: torch.Tensor | None = None,
         temperature: float = 1.0,
         with_entropy: bool = True,
         top_k: int = 0,
@@ -112,13 +115,17 @@ class PolicyHead:
         engine: EngineTopK | None = None,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Run the model; `target_ids` is `[b, s]` int64, position t's target is token t+1."""
+        """Run the model; `target_ids` is `[b, s]` int64, position t's target is token t+1.
+
+        `scored` is `[n]` int64, different positions in `[s, b]`, flattened.
+        """
         if target_ids is None or not self.post_process:
             unscored: torch.Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
             return unscored
         score = functools.partial(
             self._score,
             target_ids=target_ids,
+            scored=scored,
             temperature=temperature,
             with_entropy=with_entropy,
             top_k=top_k,
@@ -127,10 +134,10 @@ class PolicyHead:
             engine=engine,
         )
         with self._output_layer_as(score), self._without_mtp() as mtp_inputs:
-            scored: torch.Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
+            columns: torch.Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
         if mtp_inputs and self.training:
-            scored = torch.cat((scored, self._mtp_log_probs(**mtp_inputs)), dim=-1)
-        return scored
+            columns = torch.cat((columns, self._mtp_log_probs(**mtp_inputs)), dim=-1)
+        return columns
 
     @contextlib.contextmanager
     def _output_layer_as(self, function: Any) -> Iterator[None]:
@@ -196,6 +203,7 @@ class PolicyHead:
         runtime_gather_output: bool | None = None,
         *,
         target_ids: torch.Tensor,
+        scored: torch.Tensor | None,
         temperature: float,
         with_entropy: bool,
         top_k: int,
@@ -206,6 +214,14 @@ class PolicyHead:
         """Replace the output layer: `[s (or this rank's share), b, h]` -> `[s, b, 2 or more]`."""
         weight = self.output_layer.weight if weight is None else weight
         hidden = self._on_all_positions(hidden)
+        shape = hidden.shape[:2]
+        if scored is not None:  # from here on they are the positions of one sample
+            hidden = hidden.flatten(0, 1).index_select(0, scored)[:, None]
+            target_ids = _positions_of(target_ids, scored)
+            if teacher is not None:
+                teacher = _positions_of_all(teacher, scored)
+            if engine is not None:
+                engine = _positions_of_all(engine, scored)
         targets = target_ids[..., None]
         assert teacher is None or engine is None, "the columns of both are not told apart"
         others = teacher if isinstance(teacher, TeacherTopK) else engine
@@ -233,13 +249,17 @@ class PolicyHead:
         if engine is not None:
             theirs = engine.log_probs.transpose(0, 1).flatten(0, 1)
             scores = expected_scores(log_probs[..., 1:].flatten(0, 1), theirs, engine.correction)
-            found.append(scores.view(*entropy.shape, -1))
+            found.append(scores.view(*entropy.shape, scores.shape[-1]))
         if top_k:
             best, ids = self._most_probable(hidden, weight, top_k, temperature)
             found += [best, ids.to(best.dtype)]  # exact below 2^24
         if with_hidden:
             found.append(hidden.to(log_probs.dtype))
-        return torch.cat(found, dim=-1), None
+        columns = torch.cat(found, dim=-1)
+        if scored is not None:
+            everywhere = columns.new_zeros(shape.numel(), columns.shape[-1])
+            columns = everywhere.index_copy(0, scored, columns[:, 0]).view(*shape, -1)
+        return columns, None
 
     def _distribution(
         self,
@@ -266,7 +286,8 @@ class PolicyHead:
             with_entropy=with_entropy,
         )
         entropy = torch.zeros_like(log_probs[:, 0]) if entropy is None else entropy
-        return log_probs.view(positions, samples, -1), entropy.view(positions, samples)
+        shape = (positions, samples, target_ids.shape[-1])
+        return log_probs.view(shape), entropy.view(shape[:2])
 
     def _most_probable(
         self, hidden: torch.Tensor, weight: torch.Tensor, k: int, temperature: float
@@ -301,6 +322,18 @@ class PolicyHead:
             "tp_group": group,
             "chunk_tokens": self.chunk_tokens,
         }
+
+
+def _positions_of(values: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:
+    """Return `[1, n, ...]`, the `scored` positions of `[b, s, ...]`."""
+    return values.transpose(0, 1).flatten(0, 1).index_select(0, scored)[None]
+
+
+def _positions_of_all(outputs: Any, scored: torch.Tensor) -> Any:
+    """Return the outputs of an engine or a teacher at the `scored` positions."""
+    names = [name for name in ("token_ids", "log_probs", "hidden") if hasattr(outputs, name)]
+    values = {name: _positions_of(getattr(outputs, name), scored) for name in names}
+    return dataclasses.replace(outputs, **values)
 
 
 @functools.cache

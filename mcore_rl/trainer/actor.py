@@ -197,7 +197,11 @@ class Actor:
         return self.runner.global_sum(torch.stack(masks).sum(dim=1).double()).tolist()
 
     def _keywords(self, rows: ModelRows, samples: TrainBatch) -> dict[str, object]:
-        found = {"target_ids": rows.target_ids, "temperature": self._temperature}
+        found: dict[str, object] = {
+            "target_ids": rows.target_ids,
+            "scored": rows.scored,
+            "temperature": self._temperature,
+        }
         if samples.top_tokens is not None and samples.advantages is not None:  # in updates
             log_probs, ids = self.runner.in_rows(samples.top_tokens, rows).chunk(2, dim=-1)
             return {**found, "engine": EngineTopK(ids.long(), log_probs, self._mismatch_config)}

@@ -136,8 +136,11 @@ def built_from_spec(flags: list[str]) -> dict[str, Any]:
     return {"layers": layers, "count": len(chunk.decoder.layers)}
 
 
-def policy_against_logits(flags: list[str], model_class: str) -> dict[str, Any]:
-    """Log-probs, entropy and gradients of a policy, and the same from its own full logits."""
+def policy_against_logits(
+    flags: list[str], model_class: str, scored: list[int] | None
+) -> dict[str, Any]:
+    """Log-probs, entropy and gradients of a policy, and the same from its own full logits; of the
+    `scored` positions alone, if they are given."""
     job, _, _ = started(flags)
     # Of its own and not under DDP, which would take the gradients away.
     groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -153,7 +156,8 @@ def policy_against_logits(flags: list[str], model_class: str) -> dict[str, Any]:
     tokens = random_tokens(job.spec.shape.vocab_size, samples=2)
     inputs = (tokens, torch.arange(tokens.shape[1]).expand(2, -1), None)
     targets, temperature = tokens.roll(-1, dims=1), 0.7
-    scores = model(*inputs, target_ids=targets, temperature=temperature)
+    chosen = None if scored is None else torch.tensor(scored, dtype=torch.int64)
+    scores = model(*inputs, target_ids=targets, scored=chosen, temperature=temperature)
     scores.sum().backward()
     gradient = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -172,6 +176,10 @@ def policy_against_logits(flags: list[str], model_class: str) -> dict[str, Any]:
         ),
         dim=-1,
     )
+    if scored is not None:
+        expected = expected * torch.zeros(targets.T.numel()).index_fill(0, chosen, 1.0).view(
+            targets.T.shape
+        ).T.unsqueeze(-1)
     expected.sum().backward()
     difference = {
         name: float((gradient[name] - parameter.grad).abs().max())

@@ -13,12 +13,18 @@ from tests.rank_pool import RankPool
 STACKS = {"gpt": "TransformerBlock", "hybrid": "TransformerStack"}
 
 
+# Positions of two samples, in turns; more than a chunk of 7.
+SCORED = [0, 5, *range(21, 40, 2), 50, 51]
+
+
+@pytest.mark.parametrize("scored", [None, SCORED], ids=["all", "some"])
 @pytest.mark.parametrize("split", ["tp1_pp1_ep1", "tp2_pp1_ep1"])
 @pytest.mark.parametrize(("model_class", "stack"), STACKS.items())
 def test_policy_equals_softmax_of_logits_in_value_and_gradient(
     model_class: str,
     stack: str,
     split: str,
+    scored: list[int] | None,
     checkpoint_factory: Callable[..., Path],
     ranks: RankPool,
 ) -> None:
@@ -27,6 +33,7 @@ def test_policy_equals_softmax_of_logits_in_value_and_gradient(
         world_size=2 if split.startswith("tp2") else 1,
         flags=job_flags(checkpoint_factory("qwen3"), split),
         model_class=model_class,
+        scored=scored,
     )
     for result in results:
         assert result["stack"] == stack

@@ -432,6 +432,16 @@ def test_rows_of_cp_ranks_are_the_whole_rows(
     scored = torch.cat([found.target_ids for found in of_ranks]).flatten()[found.places]
     following = torch.tensor([*batch.token_ids.tolist()[1:], 0])
     assert torch.equal(scored[batch.loss_mask], following[batch.loss_mask])
+    # Outputs are computed for exactly these.
+    marks = [
+        torch.zeros(found.token_ids.numel(), dtype=torch.bool)
+        .index_fill(0, found.scored, True)
+        .view(found.token_ids.T.shape)
+        .T.flatten()
+        for found in of_ranks
+    ]
+    assert torch.equal(torch.cat(marks)[of_ranks[0].places], batch.loss_mask)
+    assert sum(len(found.scored) for found in of_ranks) == int(batch.loss_mask.sum())
 
 
 @pytest.mark.parametrize("cp_size", [2, 4, 8])

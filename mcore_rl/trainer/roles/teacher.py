@@ -137,7 +137,11 @@ def build_teacher_model(
     parts = build_forward_parts(spec, config, actor_args, add_head=add_head, log=log)
 
     def keywords(rows: ModelRows, samples: TrainBatch) -> dict[str, object]:
-        return {"target_ids": rows.target_ids, "temperature": config.rollout.temperature}
+        return {
+            "target_ids": rows.target_ids,
+            "scored": rows.scored,
+            "temperature": config.rollout.temperature,
+        }
 
     model = TeacherModel(*parts, keywords)
     model.num_top_tokens, model.vocab_size = config.teacher.num_top_tokens, spec.shape.vocab_size

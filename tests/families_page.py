@@ -185,13 +185,21 @@ def _if(of_family: bool | str) -> str:
 
 
 def levels_table() -> Iterator[str]:
+    """Families that were taken further than all are."""
     yield _row(["family", *LEVELS])
     yield _row(["---"] * (1 + len(LEVELS)))
     for name in FAMILIES:
         found = [level.get(name) for level in LEVELS.values()]
         if any(found):
-            links = (f"[yes](../../{where})" if where else "no" for where in found)
-            yield _row([f"`{name}`", *links])
+            yield _row([f"`{name}`", *map(_evidence, found)])
+
+
+def _evidence(where: str | None) -> str:
+    """A link within the site, or the file's name."""
+    if where is None:
+        return "no"
+    link = where.removeprefix("docs/using/")
+    return f"[yes]({link})" if link != where else f"`{where.partition('#')[0]}`"
 
 
 def refusals_table() -> Iterator[str]:

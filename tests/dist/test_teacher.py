@@ -43,14 +43,17 @@ def larger(checkpoint_factory: Callable[..., Path]) -> Path:
     return checkpoint_factory("qwen3_moe", "tiny", seed=6)
 
 
+def rollouts_of(student: Path) -> list[Any]:
+    """Those of `step_samples`."""
+    vocab_size = json.loads((student / "config.json").read_text())["vocab_size"]
+    return [sample.rollout for sample in scored_samples(vocab_size, num_samples=8)]
+
+
 def tokens_of(student: Path) -> list[torch.Tensor]:
     """The samples of `step_samples`."""
-    vocab_size = json.loads((student / "config.json").read_text())["vocab_size"]
     return [
-        torch.from_numpy(
-            np.concatenate([s.rollout.prompt.token_ids, s.rollout.response_token_ids])
-        ).long()
-        for s in scored_samples(vocab_size, num_samples=8)
+        torch.from_numpy(np.concatenate([each.prompt.token_ids, each.response_token_ids])).long()
+        for each in rollouts_of(student)
     ]
 
 
@@ -88,12 +91,16 @@ def distilled(
 def assert_scored(
     found: dict[str, Any], teacher: Path, student: Path, temperature: float = 1.0
 ) -> None:
-    """The log-probs of every token are those of transformers."""
+    """The log-probs of generated tokens are those of transformers, and no others are computed."""
     model = model_of(teacher)
-    for mine, tokens in zip(found["teacher"], tokens_of(student), strict=True):
+    samples = zip(found["teacher"], tokens_of(student), rollouts_of(student), strict=True)
+    for mine, tokens, rollout in samples:
         with torch.no_grad():
             expected = log_probs_of(model, tokens, temperature)
-        assert (torch.tensor(mine)[:-1] - expected).abs().max() <= TOLERANCE
+        num_given = len(rollout.prompt.token_ids) - 1
+        assert not any(mine[:num_given])
+        difference = torch.tensor(mine)[num_given:-1] - expected[num_given:]
+        assert difference.abs().max() <= TOLERANCE
 
 
 @pytest.mark.parametrize(

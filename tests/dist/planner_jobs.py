@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.batching.train_batches import split_mini_batches
+from mcore_rl.batching.train_batches import batch_of_tokens, split_mini_batches
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.hybrid_engine.hf_export import export
 from mcore_rl.hybrid_engine.proof.canary import MAX_TOKENS, NUM_PROMPTS, Canary
@@ -96,7 +96,7 @@ def bytes_in_phases(flags: list[str], checkpoints: str) -> dict[str, dict[str, i
                 manager.__enter__()
             manager.__exit__(None)
             if name == "first switch":
-                batch = rank_batch(job)
+                batch = full_batch(job)
                 with counted.phase("first update"):
                     actor.update(split_mini_batches(batch)[0])
                 with counted.phase("train"):
@@ -115,6 +115,16 @@ def bytes_in_phases(flags: list[str], checkpoints: str) -> dict[str, dict[str, i
     found["rollout weights"] = {"held": _stored_bytes(engine), "peak": 0}
     dist.destroy_process_group()
     return found
+
+
+def full_batch(job: Job) -> TrainBatch:
+    """This rank's batch with the most that is planned: no padding, and all positions are scored."""
+    batch = rank_batch(job)
+    longest = job.config.data.max_prompt_tokens + job.config.rollout.max_response_tokens
+    full = batch_of_tokens([range(3, 3 + longest)] * batch.num_samples)
+    return dataclasses.replace(
+        full, cuts=batch.cuts, advantages=torch.ones(full.num_tokens), sample_ids=batch.sample_ids
+    )
 
 
 def _learn_from_teacher(job: Job, actor: Actor, batch: TrainBatch, counted: _Counted) -> None:

@@ -290,8 +290,8 @@ def _scored(
         mask = mask | micro_batch.taught_mask
     here = places[mask] - cp_rank * num_rows * share
     here = here[(here >= 0) & (here < num_rows * share)]
-    positions: torch.Tensor = here % share * num_rows + here // share
-    return torch.tensor(sorted(set(positions.tolist())), dtype=torch.int64)  # prompts repeat theirs
+    found: torch.Tensor = (here % share * num_rows + here // share).unique()
+    return found  # once each: samples of a shared prompt repeat its places
 
 
 def tokens_in_rows(rows: ModelRows, num_tokens: int, cp_rank: int = 0) -> torch.Tensor:

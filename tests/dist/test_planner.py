@@ -121,7 +121,7 @@ def test_plan_of_a_critic_equals_what_it_holds(
 
 
 # Of what the plan says of activations: without a GPU no kernel is fused, and norms, SwiGLU, softmax
-# and Adam keep steps in between, in float32; and micro-batches of a test are not all full.
+# and Adam keep steps in between, in float32.
 ACTIVATIONS = (0.2, 1.2)
 # What a rank has beside its model: rotary tables, Adam's steps, scalars. And tensors of the host,
 # which on CPU is the device: what a bucket is read from, and what is hashed.

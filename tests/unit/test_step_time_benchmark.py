@@ -5,9 +5,12 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import pytest
 
 from benchmarks import rollout_report, step_time
 from benchmarks.pages import markers, paired_ratio, sections_of, with_section
-from benchmarks.processes import PeakMemory, run_python
+from benchmarks.processes import PeakMemory
 from benchmarks.step_time_packing import LIMIT_TOKENS, sample_lengths, samples
 from benchmarks.step_time_report import (
     SECTION,
@@ -111,10 +114,16 @@ def test_defaults_and_best_settings_are_judged_by_pace_and_by_memory():
 def test_memory_of_descendants_counts():
     size = 50 << 20
     child = f"import time; held = bytearray({size}); held[::4096] = b'1' * len(held[::4096]); "
-    child += "time.sleep(1.5)"
+    child += "time.sleep(60)"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     memory = PeakMemory(seconds=0.1)
-    run_python(["-c", parent], memory=memory)
+    with subprocess.Popen([sys.executable, "-c", parent], start_new_session=True) as process:
+        memory.watch(process.pid)
+        until = time.monotonic() + 50
+        while memory.num_bytes <= size and time.monotonic() < until:
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGKILL)
+    memory.end()
     assert size < memory.num_bytes < size + (60 << 20)
 
 

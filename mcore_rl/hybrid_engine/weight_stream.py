@@ -8,7 +8,6 @@ computed once, from the two layouts. A rank may have both sides or one.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,9 +29,10 @@ from mcore_rl.megatron.lora import FactorShards
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.boxes import Box, Boxes, intersect, show, uncovered, volume
 from mcore_rl.model.config_json import ModelShape
+from mcore_rl.model.families import family_of
 from mcore_rl.model.float8_blocks import Float8Weights
 from mcore_rl.model.layout import TrainLayout
-from mcore_rl.model.tensors import TensorInfo, checkpoint_tensors, is_mtp_tensor, mtp_tensors
+from mcore_rl.model.tensors import TensorInfo, is_mtp_tensor
 from mcore_rl.model.weight_map import layer_order
 
 
@@ -300,15 +300,18 @@ def with_transfer_dtype(
 ) -> dict[str, TensorInfo]:
     """Return `tensors` with the dtype in which they travel: "checkpoint", "bf16" or "fp16".
 
-    Tensors that engines keep in float32 keep their dtype: a router's bias decides between experts
-    by differences that a narrower dtype loses.
+    What decides between experts stays in float32 where it is: engines keep a router's bias, and
+    where no kernel has a float32 output its weights, in float32, and a narrower dtype would lose
+    the differences between close logits (`patches/vllm/routers_in_float32.py`).
     """
     if dtype == "checkpoint":
         return dict(tensors)
     narrow = {"bf16": "bfloat16", "fp16": "float16"}[dtype]
-    specs = itertools.chain(checkpoint_tensors(shape), mtp_tensors(shape))
-    kept = {name for name, spec in specs if spec.dtype == "float32"}
+    names = family_of(shape.architecture).names
+    routers = (names.router, names.router_bias, names.scorer_bias)
     return {
-        name: info if name in kept else replace(info, dtype=narrow, itemsize=2)
+        name: info
+        if info.dtype == "float32" and name.endswith(routers)
+        else replace(info, dtype=narrow, itemsize=2)
         for name, info in tensors.items()
     }

@@ -33,9 +33,15 @@ def test_engine_stores_the_same_by_every_way(results: list[dict[str, Any]]) -> N
 def test_narrower_dtype_halves_what_is_received(results: list[dict[str, Any]]) -> None:
     for result in results:
         whole, narrow = result["whole_received"], result["bf16_received"]
-        # Everything but the float32 bias of the router, 8 experts of a layer.
-        assert [2 * n for n in narrow] == [pytest.approx(w, abs=64) for w in whole]
+        # Everything but the router, which stays in float32: 64 weights and a bias of 8 experts.
+        router = 8 * (64 + 1) * 4
+        assert [2 * n for n in narrow] == [pytest.approx(w, abs=router) for w in whole]
         assert [n + s for n, s in zip(narrow, result["bf16_saved"], strict=True)] == whole
+
+
+def test_router_stays_in_float32(results: list[dict[str, Any]]) -> None:
+    more = {2 * result["bf16_received"][0] - result["whole_received"][0] for result in results}
+    assert more == {0, 8 * (64 + 1) * 4}, "ranks that have the router's layer, and those without"
 
 
 def test_only_changes_travel(results: list[dict[str, Any]]) -> None:

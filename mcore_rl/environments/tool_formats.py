@@ -7,7 +7,7 @@ whose template describes none, `ToolEnvironment` has a format of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 AUTO, NONE = "auto", "none"
 
@@ -22,10 +22,20 @@ class ToolFormat:
     tool_parser: str  # vLLM's name, as in --tool-call-parser
     reasoning_parser: str | None = None  # likewise; None: the model does not reason, or as text
     opening: str | None = None  # begins a call; None: unknown
+    thought_end: str = "</think>"  # ends reasoning
+    marks_answers: bool = False  # an answer is never written as reasoning is
 
 
-# Markers that a template has, all of them -> its format; the first that fits.
+# Markers that a template has, all of them -> its format; the first that fits. DeepSeek-V3 and R1
+# write arguments as Markdown. Their own template describes no tools, those of vLLM's examples do.
 _FORMATS: Mapping[tuple[str, ...], ToolFormat] = {
+    ("<|channel|>", "functions."): ToolFormat(
+        "openai", "openai_gptoss", "to=functions.", "<|end|>", marks_answers=True
+    ),
+    ("<｜tool▁sep｜>", "```json", "</think>"): ToolFormat(
+        "deepseek_v3", "deepseek_r1", "<｜tool▁calls▁begin｜>"
+    ),
+    ("<｜tool▁sep｜>", "```json"): ToolFormat("deepseek_v3", None, "<｜tool▁calls▁begin｜>"),
     ("<｜tool▁sep｜>",): ToolFormat("deepseek_v31", "deepseek_v3", "<｜tool▁calls▁begin｜>"),
     ("<|tool_calls_section_begin|>",): ToolFormat(
         "kimi_k2", "kimi_k2", "<|tool_calls_section_begin|>"
@@ -36,9 +46,6 @@ _FORMATS: Mapping[tuple[str, ...], ToolFormat] = {
     ("<tool_call>", '"arguments"'): ToolFormat("hermes", None, "<tool_call>"),
     ("<|start_header_id|>", '"parameters"'): ToolFormat("llama3_json", None, '{"name"'),
 }
-# gpt-oss writes messages in channels, which vLLM reads in another way. DeepSeek-V3 and R1 write
-# arguments as Markdown, and their template describes no tools.
-_UNREAD = ("<|channel|>", "```json")
 
 
 def format_of(template: str | None, tool_parser: str, reasoning_parser: str) -> ToolFormat | None:
@@ -46,11 +53,7 @@ def format_of(template: str | None, tool_parser: str, reasoning_parser: str) -> 
     those of the flags: AUTO finds a parser, NONE does without; another name is that of vLLM."""
     text = template or ""
     known = next(
-        (
-            each
-            for markers, each in _FORMATS.items()
-            if all(marker in text for marker in markers) and not any(m in text for m in _UNREAD)
-        ),
+        (each for markers, each in _FORMATS.items() if all(marker in text for marker in markers)),
         None,
     )
     if tool_parser == NONE or (tool_parser == AUTO and (known is None or "tools" not in text)):
@@ -64,4 +67,4 @@ def format_of(template: str | None, tool_parser: str, reasoning_parser: str) -> 
     if reasoning_parser == AUTO:
         return found
     chosen = None if reasoning_parser == NONE else reasoning_parser
-    return ToolFormat(found.tool_parser, chosen, found.opening)
+    return replace(found, reasoning_parser=chosen)

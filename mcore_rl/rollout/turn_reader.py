@@ -21,7 +21,6 @@ from mcore_rl.environments.tool_formats import ToolFormat
 logger = logging.getLogger(__name__)
 
 _TAIL_TOKENS = 16  # of what precedes a turn: enough for the beginning of an assistant's message
-_REASONED = "</think>"
 
 
 class TurnReader:
@@ -35,7 +34,9 @@ class TurnReader:
         UsageError if vLLM has no such parser, or it cannot be used with the tokenizer."""
         self._tokenizer, self._form, self._ends = tokenizer, form, frozenset(ends)
         self._parser = _parser_class(tokenizer, form.tool_parser, form.reasoning_parser)
-        self._parser_of_calls = _parser_class(tokenizer, form.tool_parser, None)
+        self._parser_of_calls = (
+            self._parser if form.marks_answers else _parser_class(tokenizer, form.tool_parser, None)
+        )
         self._has_warned = False
 
     @classmethod
@@ -75,7 +76,8 @@ class TurnReader:
             ids = ids[:-1]
         text = self._text(ids)
         # A template may have closed the reasoning, or left it out.
-        is_open = not self._text(before[-_TAIL_TOKENS:].tolist()).rstrip().endswith(_REASONED)
+        thought_end = self._form.thought_end
+        is_open = not self._text(before[-_TAIL_TOKENS:].tolist()).rstrip().endswith(thought_end)
         make = self._parser if is_open else self._parser_of_calls
         request = _request(tools)
         try:
@@ -86,8 +88,9 @@ class TurnReader:
             self._warn(error)
             return Turn(content=text, is_malformed=True)
         found = tuple(ToolCall(each.name, each.arguments, each.id or "") for each in calls or ())
-        if not found and content is None and not is_cut and _REASONED not in text:
-            content, reasoning = reasoning, None  # an answer without reasoning
+        if not (found or content is not None or is_cut or self._form.marks_answers):
+            if thought_end not in text:
+                content, reasoning = reasoning, None  # an answer without reasoning
         is_thought = content is None and reasoning is not None
         is_malformed = not found and self._begins_call(text, is_thought=is_thought)
         return Turn(content or "", reasoning or "", found, is_malformed)
@@ -95,7 +98,7 @@ class TurnReader:
     def _begins_call(self, text: str, *, is_thought: bool) -> bool:
         """Return whether a turn begins a call behind its reasoning, which `is_thought` if nothing
         ends it."""
-        opening, (_, ended, said) = self._form.opening, text.rpartition(_REASONED)
+        opening, (_, ended, said) = self._form.opening, text.rpartition(self._form.thought_end)
         return opening is not None and opening in said and not (is_thought and not ended)
 
     def _text(self, ids: Sequence[int]) -> str:
@@ -118,9 +121,8 @@ def _request(tools: str) -> Any:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     message = {"role": "user", "content": ""}
-    return ChatCompletionRequest(
-        model="", messages=[message], tools=json.loads(tools), tool_choice="auto"
-    )
+    choice = {"tools": found, "tool_choice": "auto"} if (found := json.loads(tools)) else {}
+    return ChatCompletionRequest(model="", messages=[message], **choice)
 
 
 def _parser_class(tokenizer: Any, tool_parser: str, reasoning_parser: str | None) -> Any:
@@ -139,14 +141,18 @@ def _parser_class(tokenizer: Any, tool_parser: str, reasoning_parser: str | None
                 flag=f"{flag} {name}",
                 remedy=f"choose one of {', '.join(known)}, or none",
             )
-    found = ParserManager.get_parser(
-        tool_parser_name=tool_parser,
-        reasoning_parser_name=reasoning_parser,
-        enable_auto_tools=True,
-        model_name="",
-    )
+    # The two parsers of gpt-oss only stand for the one that vLLM returns with `is_harmony`.
+    whole = {"is_harmony": True} if tool_parser == "openai" else {}
     try:
-        found(tokenizer)
+        found: Any = ParserManager.get_parser(
+            tool_parser_name=tool_parser,
+            reasoning_parser_name=reasoning_parser,
+            enable_auto_tools=True,
+            model_name="",
+            **whole,
+        )
+        # With a turn of no tokens: that of gpt-oss then loads its vocabulary, or downloads it.
+        found(tokenizer).parse("", _request("[]"), model_output_token_ids=[])
     except Exception as error:  # it lacks a token, or the parser is for a tokenizer of its own
         raise UsageError(
             f"cannot be used with this tokenizer ({type(error).__name__}: {error})",

@@ -43,14 +43,20 @@ TEMPLATES = {
 }
 # name -> reasoning parser, ends of a turn, first that of a turn with a call
 FORMATS = {
+    "deepseek_v3": (None, "</s>"),
     "deepseek_v31": ("deepseek_v3", "</s>"),
     "glm45": ("glm45", "<|observation|> <|user|> <|endoftext|>"),
     "hermes": ("qwen3", "<|im_end|>"),
     "kimi_k2": ("kimi_k2", "<|im_end|>"),
     "llama3_json": (None, "<|eot_id|>"),
+    "openai": ("openai_gptoss", "<|call|> <|return|>"),
     "qwen3_coder": ("qwen3", "<|im_end|>"),
 }
 OF_LLAMA = "<|python_tag|>"  # its parser looks it up
+OF_OSS = {
+    "thought": "<|channel|>analysis<|message|>perhaps 4<|end|>",
+    "said": "<|channel|>final<|message|>",
+}
 SPECIAL = re.compile(r"<[|｜][^<>]*?[|｜]>|\[gMASK\]|</?s>")
 WORDS = re.compile(r"</?(?:tool_call|tool_response|think|arg_key|arg_value)>")
 USER = {"role": "user", "content": "How much are two?"}
@@ -70,9 +76,25 @@ class Shop(ToolEnvironment):
         return float(self.prompt.answer in text)
 
 
+def of_gpt_oss() -> dict[str, int]:
+    """ASCII and the special tokens of gpt-oss: its parser reads ids of its own vocabulary."""
+    harmony = pytest.importorskip("openai_harmony")
+    try:
+        known = harmony.load_harmony_encoding(harmony.HarmonyEncodingName.HARMONY_GPT_OSS)
+    except Exception as error:  # a download, unless TIKTOKEN_ENCODINGS_BASE names its folder
+        pytest.skip(f"the vocabulary of gpt-oss is not here: {error}")
+    names = "start message channel constrain call end return".split()
+    special = {f"<|{name}|>": known.encode(f"<|{name}|>", allowed_special="all")[0] for name in names}
+    written = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
+    ascii_ids = {written(chr(n))[0][0]: known.encode(chr(n))[0] for n in range(128)}
+    return ascii_ids | special
+
+
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     """Bytes, and the markers of the template, of which some are special tokens."""
     alphabet = {c: n for n, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    if name == "openai":
+        alphabet = of_gpt_oss()
     backend = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -99,6 +121,7 @@ class Model:
         assert form is not None
         self.form, self.reader = form, TurnReader(self.tokenizer, form, ends)
         self.tools = json.dumps([schema_of(price)])
+        self.is_oss = name == "openai"
 
     def ids(self, text: str) -> np.ndarray:
         return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
@@ -124,6 +147,10 @@ class Model:
         written = self.render(USER, self.calling(**more), opens_turn=False)
         assert written.startswith(before)
         return written.removeprefix(before).removesuffix("\n").removesuffix(self.end) + self.end
+
+    def said(self, text: str) -> str:
+        """What the model writes for an answer, with the end of the turn."""
+        return OF_OSS["said"] + text + "<|return|>" if self.is_oss else text + self.end
 
     def read(self, text: str, **more: Any) -> Turn:
         before = self.ids(self.render(USER, opens_turn=True))
@@ -199,6 +226,13 @@ def test_a_parser_reads_the_call_that_the_template_writes(model: Model) -> None:
 
 @pytest.mark.slow
 def test_reasoning_is_no_part_of_the_answer(model: Model) -> None:
+    if model.form.tool_parser == "openai":
+        found = model.read(OF_OSS["thought"] + "<|start|>assistant" + model.said("It is 3."))
+        assert (found.content, found.reasoning) == ("It is 3.", "perhaps 4")
+        only = model.read(OF_OSS["thought"].removesuffix("<|end|>") + "<|return|>")
+        assert (only.content, only.reasoning) == ("", "perhaps 4")
+        called = model.read(model.turn(reasoning_content="two of them"))
+        assert called.reasoning == "two of them" and len(called.calls) == 1
     if model.form.tool_parser in ("hermes", "qwen3_coder", "glm45"):
         found = model.read("<think>\nperhaps 4\n</think>\n\nIt is 3." + model.end)
         assert (found.content.strip(), found.reasoning.strip()) == ("It is 3.", "perhaps 4")
@@ -206,7 +240,7 @@ def test_reasoning_is_no_part_of_the_answer(model: Model) -> None:
         assert called.reasoning.strip() == "two of them" and len(called.calls) == 1
         cut = model.read("<think>\nperhaps 4", is_cut=True)
         assert "4" not in cut.content
-    found = model.read("It is 3." + model.end)
+    found = model.read(model.said("It is 3."))
     assert (found.content.strip(), found.calls, found.is_malformed) == ("It is 3.", (), False)
 
 
@@ -273,7 +307,7 @@ def test_a_conversation_is_the_templates_and_keeps_generated_tokens(model: Model
         result = {"role": "tool", "content": "3.0", **LINK}
         whole = model.render(USER, model.calling(), result, opens_turn=True)
         assert model.tokenizer.decode([*asked, *turn, *second.observed]) == whole
-        ended = _ask(talks, second, model.ids("It is 3." + model.end))
+        ended = _ask(talks, second, model.ids(model.said("It is 3.")))
         assert isinstance(ended, EpisodeEnd) and ended.outcome.kind is None
         assert ended.outcome.reward == 1.0
     finally:

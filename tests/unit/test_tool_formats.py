@@ -84,7 +84,9 @@ def of_gpt_oss() -> dict[str, int]:
     except Exception as error:  # a download, unless TIKTOKEN_ENCODINGS_BASE names its folder
         pytest.skip(f"the vocabulary of gpt-oss is not here: {error}")
     names = "start message channel constrain call end return".split()
-    special = {f"<|{name}|>": known.encode(f"<|{name}|>", allowed_special="all")[0] for name in names}
+    special = {
+        f"<|{name}|>": known.encode(f"<|{name}|>", allowed_special="all")[0] for name in names
+    }
     written = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
     ascii_ids = {written(chr(n))[0][0]: known.encode(chr(n))[0] for n in range(128)}
     return ascii_ids | special

@@ -31,8 +31,8 @@ from mcore_rl.planner.phases import Case
 from mcore_rl.planner.search import Step
 from mcore_rl.planner.settings import (
     GB,
-    GPU_MEMORY_GB_PER_SECOND,
-    GPU_TFLOPS,
+    GPU,
+    GPUS,
     HOST_RESERVED_GB,
 )
 from mcore_rl.trainer.case import has_slow_products
@@ -170,8 +170,8 @@ def _layout(source: Source, facts: Facts) -> tuple[str, ...]:
     step = Step(
         samples=config.samples_per_step,
         mini_batches=config.trainer.num_mini_batches,
-        flops=GPU_TFLOPS * 1e12,
-        memory_rate=GPU_MEMORY_GB_PER_SECOND * GB,
+        flops=GPUS[GPU].tflops * 1e12,
+        memory_rate=GPUS[GPU].gb_per_second * GB,
     )
     # The last two are layers and optimizers of Transformer Engine.
     savings = IN_ORDER if source.platform.transformer_engine is not None else IN_ORDER[:2]

@@ -5,13 +5,59 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
+from mcore_rl.common.errors import UsageError
+from mcore_rl.common.near_names import did_you_mean
+
 GB, MB = 10**9, 10**6
 MIB = 1 << 20
 
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A device: its memory as the driver reports it, which is not what the name says; dense bf16
+    products and memory traffic as published, of which a job achieves 0.4 and 0.9."""
+
+    memory_gb: float
+    peak_tflops: float
+    peak_gb_per_second: float
+
+    @property
+    def tflops(self) -> float:
+        return round(0.4 * self.peak_tflops)
+
+    @property
+    def gb_per_second(self) -> float:
+        return round(0.9 * self.peak_gb_per_second)
+
+
+GPUS = {
+    "a100-40gb": Gpu(42.3, 312, 1555),
+    "a100": Gpu(85.0, 312, 2039),
+    "h100": Gpu(85.0, 989, 3350),
+    "h200": Gpu(150.1, 989, 4800),
+    "b200": Gpu(191.5, 2250, 7670),
+    "l40s": Gpu(47.7, 362, 864),
+    "rtx4090": Gpu(25.4, 165, 1008),
+}
+
+
+def gpu_named(name: str) -> Gpu:
+    """Return the device that `--gpu` names. Raises UsageError."""
+    found = GPUS.get(name.lower())
+    if found is None:
+        raise UsageError(
+            f"is not a known device{did_you_mean(name.lower(), GPUS)}",
+            flag=f"--gpu {name}",
+            remedy=f"choose one of {', '.join(GPUS)}, or give --gpu-memory-gb in its place",
+        )
+    return found
+
+
 # Defaults of a plan.
-# Of a device, what the driver of an H100 reports. The reserve: contexts and kernels, states of
-# parameters in blocks of their own, buffers of NVLS, workspaces of GEMMs, fragmentation.
-GPU_GB, GPU_RESERVED_GB = 85.0, 6.0
+GPU = "h100"
+# Of a device: contexts and kernels, states of parameters in blocks of their own, buffers of NVLS,
+# workspaces of GEMMs, fragmentation.
+GPU_RESERVED_GB = 6.0
 HOST_RESERVED_GB = 4.0  # without devices
 COMMUNICATOR_MB = 100.0
 CUDA_GRAPHS_GB = 1.0  # an assumption: depends on the model and the sizes that vLLM captures
@@ -19,7 +65,6 @@ BATCHED_TOKENS = 16384  # in one step of vLLM
 USUAL_RANKS_PER_NODE = 8
 # Of a node, and of a rank in each direction.
 HOST_GB, OWN_NODE_GB_PER_SECOND, OTHER_NODES_GB_PER_SECOND = 2000.0, 400.0, 50.0
-GPU_TFLOPS, GPU_MEMORY_GB_PER_SECOND = 400.0, 3000.0  # of a device, achieved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

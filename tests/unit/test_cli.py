@@ -13,6 +13,7 @@ import pytest
 
 from mcore_rl.cli import main
 from mcore_rl.planner.phases import TRAIN
+from mcore_rl.tools.plan.command_line import read_command_line
 from tests.model_shapes import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,6 +173,19 @@ def test_remedies_of_a_plan_that_does_not_fit_hold(tmp_path: Path) -> None:
             assert left.get(problem["where"], 0) == remedy["lacking_bytes"], remedy
 
 
+def test_a_named_device_has_its_size_and_speed_unless_they_are_given() -> None:
+    flags = ["--hf-config", str(CONFIGS / "qwen3-0.6b.json"), "--world-size", "8"]
+
+    def found(*more: str) -> tuple[float, float, float]:
+        request = read_command_line([*flags, *more])
+        step = request.step
+        return request.case.machine.gpu_bytes / 1e9, step.flops / 1e12, step.memory_rate / 1e9
+
+    assert found() == found("--gpu", "H100") == (85.0, 396, 3015)
+    assert found("--gpu", "b200") == (191.5, 900, 6903)
+    assert found("--gpu", "h200", "--gpu-memory-gb", "100") == (100.0, 396, 4320)
+
+
 def test_search_is_written_and_its_best_can_be_planned(tmp_path: Path) -> None:
     start = ["--hf-config", str(CONFIGS / "qwen3-30b-a3b.json"), "--world-size", "16"]
     search = plan(tmp_path, *start, "--expert-model-parallel-size", "8", "--search", "--top", "3")[
@@ -214,6 +228,11 @@ def test_output_is_plain_where_it_is_piped(capsys: pytest.CaptureFixture[str]) -
             "--pipeline-model-parallel-size 4 does not go with --use-megatron-fsdp",
         ),
         ({}, "--optimizer soap", "--optimizer soap is not known to the planner"),
+        (
+            {},
+            "--gpu h1000",
+            "--gpu h1000 is not a known device; choose one of a100-40gb, ",
+        ),
         ({}, "--gpu-memory-gb -1", "--gpu-memory-gb -1.0 must be greater than 0"),
         ({}, "--gpu-reserved-gb 85", "--gpu-reserved-gb 85.0 leaves nothing"),
         ({}, "--rl-num-prompts-per-step 3", "samples do not divide into"),

@@ -209,6 +209,7 @@ def test_without_a_world_size_the_visible_gpus_count(monkeypatch: pytest.MonkeyP
             "--jason is not a flag of the doctor",
         ),
         (["--world-size", "2", "--", "--help"], "see -m mcore_rl.train --help"),
+        (["--gpu", "h300x"], "--gpu h300x is not a known device; choose one of a100-40gb, a100, "),
         (["--gpu-memory-gb", "-1"], "--gpu-memory-gb -1.0 must be greater than 0"),
         (["--gpu-reserved-gb", "-1"], "--gpu-reserved-gb -1.0 must be at least 0"),
     ],

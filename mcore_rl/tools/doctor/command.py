@@ -22,7 +22,7 @@ from rich.text import Text
 from mcore_rl.common.errors import CORRECT, UsageError
 from mcore_rl.data.tokenizer_process import close_all
 from mcore_rl.planner.report import make_console
-from mcore_rl.planner.settings import GB, GPU_RESERVED_GB
+from mcore_rl.planner.settings import GB, GPU_RESERVED_GB, GPUS, gpu_named
 from mcore_rl.tools.doctor.examination import examine
 from mcore_rl.tools.doctor.finding import Finding, Level, Request, counts
 
@@ -67,7 +67,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "one process)",
     )
     add("--json", action="store_true", help="print the findings as JSON")
-    add("--gpu-memory-gb", type=float, help="memory of a device (default: this machine's)")
+    add(
+        "--gpu",
+        metavar="NAME",
+        help=f"device of the job: {', '.join(GPUS)} (default: this machine's)",
+    )
+    add(
+        "--gpu-memory-gb",
+        type=float,
+        help="memory of a device (default: that of --gpu, or this machine's)",
+    )
     add(
         "--gpu-reserved-gb",
         type=float,
@@ -79,7 +88,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def _request(options: argparse.Namespace, others: Sequence[str]) -> Request:
     job = _flags_of_job(others)
-    sizes = (options.gpu_memory_gb, options.host_memory_gb)
+    gpu_memory_gb, source = options.gpu_memory_gb, "--gpu-memory-gb"
+    if options.gpu is not None and gpu_memory_gb is None:
+        gpu_memory_gb, source = gpu_named(options.gpu).memory_gb, f"--gpu {options.gpu}"
+    sizes = (gpu_memory_gb, options.host_memory_gb)
     for flag, value in zip(_POSITIVE, (options.world_size, *sizes), strict=True):
         if value is not None and not value > 0:
             raise UsageError("must be greater than 0", flag=f"{flag} {value}", remedy=CORRECT)
@@ -91,6 +103,7 @@ def _request(options: argparse.Namespace, others: Sequence[str]) -> Request:
         tokens=job,
         world_size=options.world_size,
         gpu_memory_bytes=gpu_bytes,
+        gpu_memory_source=source,
         gpu_reserved_bytes=int(options.gpu_reserved_gb * GB),
         host_memory_bytes=host_bytes,
     )

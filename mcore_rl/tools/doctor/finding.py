@@ -39,6 +39,7 @@ class Request:
     tokens: tuple[str, ...] = ()  # the job's flags
     world_size: int | None = None  # None: of this machine, a rank for each GPU that is visible
     gpu_memory_bytes: int | None = None  # of a device, instead of the detected size
+    gpu_memory_source: str = ""  # the flag that gave it
     gpu_reserved_bytes: int = 0
     host_memory_bytes: int | None = None
 

@@ -173,7 +173,7 @@ def _environment_kept() -> Iterator[None]:
 def _device_memory(request: Request, gpus: Gpus) -> DeviceMemory:
     if request.gpu_memory_bytes is not None:
         reserved = request.gpu_reserved_bytes
-        return DeviceMemory(request.gpu_memory_bytes, reserved, "--gpu-memory-gb")
+        return DeviceMemory(request.gpu_memory_bytes, reserved, request.gpu_memory_source)
     return DeviceMemory(gpus.smallest_bytes, request.gpu_reserved_bytes, "found here")
 
 

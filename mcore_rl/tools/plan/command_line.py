@@ -31,16 +31,16 @@ from mcore_rl.planner.settings import (
     BATCHED_TOKENS,
     COMMUNICATOR_MB,
     GB,
-    GPU_GB,
-    GPU_MEMORY_GB_PER_SECOND,
+    GPU,
     GPU_RESERVED_GB,
-    GPU_TFLOPS,
+    GPUS,
     HOST_GB,
     MB,
     OTHER_NODES_GB_PER_SECOND,
     OWN_NODE_GB_PER_SECOND,
     USUAL_RANKS_PER_NODE,
     Machine,
+    gpu_named,
 )
 from mcore_rl.tools.plan.simulate import (
     MAY_BE_0,
@@ -90,7 +90,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--json", metavar="FILE", help="also write the plan there")
     add("--search", action="store_true", help="rank other layouts that fit")
     add("--top", type=int, default=10, help="with --search, how many to show")
-    add("--gpu-memory-gb", type=float, default=GPU_GB, help="of a device")
+    add("--gpu", metavar="NAME", default=GPU, help=f"device: {', '.join(GPUS)}")
+    add("--gpu-memory-gb", type=float, help="of a device, in place of that of --gpu")
     add("--gpu-reserved-gb", type=float, default=GPU_RESERVED_GB, help="of it, not available to "
         "tensors: contexts, fragmentation")  # fmt: skip
     add("--communicator-mb", type=float, default=COMMUNICATOR_MB, help="of a device, what NCCL "
@@ -111,13 +112,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--expert-load", type=float, default=1.5, help="tokens of the busiest rank's experts over "
         "the mean")  # fmt: skip
     add("--batched-tokens", type=int, default=BATCHED_TOKENS, help="tokens in one step of vLLM")
-    add("--gpu-tflops", type=float, default=GPU_TFLOPS, help="achieved in training, for --search")
-    add(
-        "--gpu-memory-gb-per-second",
-        type=float,
-        default=GPU_MEMORY_GB_PER_SECOND,
-        help="for --search",
-    )
+    add("--gpu-tflops", type=float, help="achieved in training, likewise, for --search")
+    add("--gpu-memory-gb-per-second", type=float, help="achieved, likewise, for --search")
     add_simulation_flags(parser)
 
 
@@ -131,6 +127,7 @@ def read_command_line(tokens: Sequence[str]) -> PlanRequest:
 def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanRequest:
     """Read the planner's own flags and the job's, by the checks of a start except those that need
     the weights or the machine of the run. Raises UsageError."""
+    _take_gpu(options)
     _check_options(options)
     # Imported late, because they import Megatron, which takes seconds.
     from mcore_rl.job.choices import choose_defaults, choose_layout, with_chosen
@@ -260,6 +257,18 @@ def _check_tries(facts: Facts, options: argparse.Namespace) -> None:
             flag=f"--rl-rollout-ranks {ranks}",
             remedy=f"drop it, or --{tries}",
         )
+
+
+def _take_gpu(options: argparse.Namespace) -> None:
+    """Set what was not given of a device to that of `--gpu`."""
+    gpu = gpu_named(options.gpu)
+    for name, value in (
+        ("gpu_memory_gb", gpu.memory_gb),
+        ("gpu_tflops", gpu.tflops),
+        ("gpu_memory_gb_per_second", gpu.gb_per_second),
+    ):
+        if getattr(options, name) is None:
+            setattr(options, name, value)
 
 
 def _check_options(options: argparse.Namespace) -> None:

@@ -179,7 +179,7 @@ def planned_bytes(case: RealSize, flags: list[str]) -> dict[str, int]:
     from mcore_rl.planner.host import host_phases
     from mcore_rl.planner.plan import plan_case
     from mcore_rl.tools.plan.command_line import read_command_line
-    from mcore_rl.trainer.case import has_slow_products
+    from mcore_rl.trainer.plan_inputs import has_slow_products
 
     outcome = plan_case(read_command_line([*flags, "--world-size", str(case.num_ranks)]).case)
     phases = host_phases(

@@ -64,7 +64,7 @@ def run(job: Any, model_provider: Callable[..., Any] | None = None) -> None:
 
 def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the `--rl-*` flags to a parser; see `mcore_rl.flags.parser.add_rl_args`."""
-    from mcore_rl.flags.given import import_given_files
+    from mcore_rl.flags.parsed_flags import import_given_files
     from mcore_rl.flags.parser import add_rl_args as add
 
     with _mistakes_end_the_process():

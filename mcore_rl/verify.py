@@ -106,7 +106,7 @@ def verify(job: Job, *, log: Any = None) -> Verification:
     once: the others may wait for it forever.
     """
     try:
-        if job.spec.roles.is_apart(ROLLOUT):
+        if job.spec.roles.is_separate(ROLLOUT):
             return _verify_apart(job, log)
         state, shards = build_actor(job, log=log)
         return compare_loads(job, state, shards)

@@ -286,8 +286,8 @@ def _scored(
 ) -> torch.Tensor:
     """Return `ModelRows.scored`."""
     mask = micro_batch.loss_mask
-    if micro_batch.taught_mask is not None:
-        mask = mask | micro_batch.taught_mask
+    if micro_batch.demonstration_mask is not None:
+        mask = mask | micro_batch.demonstration_mask
     here = places[mask] - cp_rank * num_rows * share
     here = here[(here >= 0) & (here < num_rows * share)]
     found: torch.Tensor = (here % share * num_rows + here // share).unique()

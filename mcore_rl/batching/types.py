@@ -276,7 +276,7 @@ class TrainBatch:
     # masked.
     top_tokens: torch.Tensor | None = None  # [t, m] float32
     # Tokens of demonstrations that are learned beside the samples; these are not in `loss_mask`.
-    taught_mask: torch.Tensor | None = None  # [t] bool
+    demonstration_mask: torch.Tensor | None = None  # [t] bool
     later: tuple[TrainBatch, ...] = ()
 
     @property

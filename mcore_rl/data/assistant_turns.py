@@ -45,7 +45,7 @@ def demonstrated(
 ) -> Demonstrated:
     """Tokenise a row with its learned turns as spans.
 
-    A row is {"text": prompt, "response": text}, or {"messages": ..., "taught": numbers of the
+    A row is {"text": prompt, "response": text}, or {"messages": ..., "learned": numbers of the
     learned messages} with the template's other inputs. Raises RejectedRow, also if a turn does not
     follow its prefix.
     """
@@ -57,7 +57,7 @@ def demonstrated(
     inputs: dict[str, Any] = {name: row.get(name) for name in ("tools", "documents", "kwargs")}
     (ids,) = chat.encode([text], special=False)
     spans: list[int] = []
-    for turn in row["taught"]:
+    for turn in row["learned"]:
         parts = (
             _before(chat, messages, turn, inputs),
             chat.render(messages[: turn + 1], opens_turn=False, **inputs),

@@ -56,7 +56,7 @@ class Demonstration(NamedTuple):
     """
 
     prompt: str | list[Message]
-    taught: tuple[int, ...] = ()
+    learned: tuple[int, ...] = ()
     response: str | None = None
 
 
@@ -114,8 +114,8 @@ def demonstration_of(
             else f"column {responses.column!r} has no message of the assistant",
             "write what the assistant is to answer",
         )
-    taught = tuple(n for n in turns if _is_taught(messages[n], n + 1))
-    if not taught:
+    learned = tuple(n for n in turns if _is_learned(messages[n], n + 1))
+    if not learned:
         raise RejectedRow(
             "its messages are marked so that none of these turns is learned", "remove the row"
         )
@@ -123,7 +123,7 @@ def demonstration_of(
     answer = messages[-1]
     if not use_chat_template and isinstance(prompt, str) and [answer] == messages[1:]:
         return Demonstration(prompt, response=text_of(answer))
-    return Demonstration(messages, taught)
+    return Demonstration(messages, learned)
 
 
 class _Side(NamedTuple):
@@ -258,7 +258,7 @@ def _same(one: Message, other: Message) -> bool:
     return plain(one) == plain(other)
 
 
-def _is_taught(message: Message, number: int) -> bool:
+def _is_learned(message: Message, number: int) -> bool:
     """Return whether no mark of an assistant's turn excludes it."""
     for name in MARKS:
         value = message.get(name, True)
@@ -274,9 +274,9 @@ def _is_taught(message: Message, number: int) -> bool:
 
 def _without_marks(message: Message) -> Message:
     """Return the message without marks that were obeyed: those of the assistant, and 0."""
-    is_taught = message["role"] == "assistant"
+    is_learned = message["role"] == "assistant"
     return {
         name: value
         for name, value in message.items()
-        if name not in MARKS or not (is_taught or value in (0, False))
+        if name not in MARKS or not (is_learned or value in (0, False))
     }

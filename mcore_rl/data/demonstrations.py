@@ -52,7 +52,7 @@ class Demonstrations(PromptDataset):
         num_tokens, first = len(self._token_ids[row]), self._spans[row][0].as_py()
         return [(first, num_tokens - first)]
 
-    def num_taught(self, position: int) -> list[int]:
+    def num_learned(self, position: int) -> list[int]:
         """Return the number of tokens to learn of each sample of the row."""
         spans = self._spans[int(self.rows[position])].values.to_numpy().reshape(-1, 2)
         return [int((spans[:, 1] - spans[:, 0]).sum())]
@@ -61,11 +61,11 @@ class Demonstrations(PromptDataset):
         """Return the tokens of one of the row's samples; those to learn are `is_generated`."""
         row = int(self.rows[position])
         ids = self._token_ids[row].values.to_numpy().copy()  # torch needs writable memory
-        is_taught = np.zeros(len(ids), dtype=np.bool_)
+        is_learned = np.zeros(len(ids), dtype=np.bool_)
         spans = self._spans[row].values.to_numpy().reshape(-1, 2)
         for begin, end in spans.tolist():
-            is_taught[begin:end] = True
-        return SampleTokens(ids, is_taught, np.zeros(len(ids), dtype=np.float32))
+            is_learned[begin:end] = True
+        return SampleTokens(ids, is_learned, np.zeros(len(ids), dtype=np.float32))
 
 
 class Pairs(Demonstrations):
@@ -87,8 +87,10 @@ class Pairs(Demonstrations):
     def lengths(self, position: int) -> list[tuple[int, int]]:
         return super().lengths(position) + self._rejected.lengths(int(self._places[position]))
 
-    def num_taught(self, position: int) -> list[int]:
-        return super().num_taught(position) + self._rejected.num_taught(int(self._places[position]))
+    def num_learned(self, position: int) -> list[int]:
+        return super().num_learned(position) + self._rejected.num_learned(
+            int(self._places[position])
+        )
 
     def examples(self) -> list[tuple[int, list[list[str]]]]:
         chosen, rejected = dict(super().examples()), dict(self._rejected.examples())

@@ -94,7 +94,7 @@ class PromptRow(NamedTuple):
     documents: list[dict[str, Any]] | None = None
     kwargs: dict[str, Any] | None = None  # for the chat template, for this row
     response: str | None = None  # of a demonstration without chat template
-    taught: tuple[int, ...] = ()  # messages of a demonstration that are learned, from 0
+    learned: tuple[int, ...] = ()  # messages of a demonstration that are learned, from 0
     problem: str = ""  # why the row cannot be used and is skipped; it has no columns then
 
     @property
@@ -110,15 +110,15 @@ class PromptRow(NamedTuple):
         """Return the row's request to the tokenizer's process."""
         if not use_chat_template:
             return {"text": self.prompt, "response": self.response}
-        messages, taught = self.prompt, self.taught
+        messages, learned = self.prompt, self.learned
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": system_prompt}, *messages]
-            taught = tuple(number + 1 for number in taught)
+            learned = tuple(number + 1 for number in learned)
         return {
             "messages": _plain(messages),
-            "taught": taught,
+            "learned": learned,
             "tools": _plain(self.tools),
             "documents": _plain(self.documents),
             "kwargs": _plain(self.kwargs),
@@ -372,7 +372,7 @@ def _checked_row(fields: dict[str, Any], source: PromptSource, place: str) -> Pr
         tools=tools,
         documents=documents if is_theirs and documents else None,
         kwargs=kwargs,
-        taught=found.taught,
+        learned=found.learned,
     )
 
 

@@ -26,7 +26,6 @@ from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
 from mcore_rl.data.apportionment import Apportionment
 from mcore_rl.data.demonstration_rows import Responses
-from mcore_rl.data.drawn import Begin, fingerprint_of, is_of_sources
 from mcore_rl.data.messages import RejectedRow, checked_kwargs
 from mcore_rl.data.options import SKIP, DataOptions
 from mcore_rl.data.prompt_cache import tokenised_table
@@ -38,6 +37,7 @@ from mcore_rl.data.row_notes import (
     counted,
     lines_of,
 )
+from mcore_rl.data.source_position import Begin, fingerprint_of, is_of_sources
 from mcore_rl.data.sources import EVAL_PROMPTS, PROMPTS, SourceSpec
 from mcore_rl.data.tokenizer import vocabulary_size
 from mcore_rl.data.tokenizer_process import ChatTemplate

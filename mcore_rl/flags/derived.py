@@ -21,9 +21,9 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import Platform
 from mcore_rl.config import RLConfig
 from mcore_rl.flags.classes import check_derived_count
-from mcore_rl.flags.given import FlagNames, given_values, without_flags
+from mcore_rl.flags.inert_flags import restated, unread_by
 from mcore_rl.flags.megatron_flags import ARCHITECTURE, WITHOUT_EFFECT_DESTS
-from mcore_rl.flags.unread import restated, unread_by
+from mcore_rl.flags.parsed_flags import FlagNames, given_values, without_flags
 from mcore_rl.model.architecture_flags import megatron_flags
 from mcore_rl.model.config_json import ModelShape
 

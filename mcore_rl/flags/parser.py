@@ -8,8 +8,8 @@ from typing import Any
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.config import flags, run_flags
-from mcore_rl.flags.given import add_negations
 from mcore_rl.flags.megatron_flags import SHARED_RL
+from mcore_rl.flags.parsed_flags import add_negations
 
 HELP_RL = "--help-rl"
 GROUP = "mcore_rl"  # title of our flags' group in a parser

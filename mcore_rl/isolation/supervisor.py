@@ -162,8 +162,8 @@ class _Run:
         disk_bytes: int,
     ) -> None:
         self._disk_bytes = disk_bytes
-        self._is_apart = level == levels.BUBBLEWRAP
-        self._folder = None if self._is_apart else tempfile.mkdtemp(prefix="mcore_rl_sandbox_")
+        self._is_confined = level == levels.BUBBLEWRAP
+        self._folder = None if self._is_confined else tempfile.mkdtemp(prefix="mcore_rl_sandbox_")
         self._info, info = os.pipe()
         try:
             settings = levels.settings(
@@ -176,18 +176,18 @@ class _Run:
             )
             command = [sys.executable, "-I", "-B", _CONFINE, json.dumps(settings)]
             command += [] if program is None else [program, *map(str, descriptors)]
-            if self._is_apart:
+            if self._is_confined:
                 programs = (_CONFINE,) if program is None else (_CONFINE, program)
                 command = levels.bubblewrap_command(programs, disk_bytes, info) + command
             self.process = subprocess.Popen(
                 command,
                 cwd=self._folder,
                 # bwrap keeps the variable by which the launcher's guard finds processes.
-                env=None if self._is_apart else levels.environment(self._folder),
+                env=None if self._is_confined else levels.environment(self._folder),
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                pass_fds=(*descriptors, info) if self._is_apart else descriptors,
+                pass_fds=(*descriptors, info) if self._is_confined else descriptors,
                 start_new_session=True,
             )
         except BaseException:
@@ -208,7 +208,7 @@ class _Run:
             signal.signal(signal.SIGCHLD, lambda *_: None)
             selector.register(connection, selectors.EVENT_READ)
             selector.register(wakes, selectors.EVENT_READ)
-            if self._is_apart:
+            if self._is_confined:
                 selector.register(self._info, selectors.EVENT_READ)
             try:
                 return self._watch(selector, connection, wakes, deadline)
@@ -252,7 +252,7 @@ class _Run:
     def _excess(self) -> str:
         """Return the limit that the program exceeds; an empty text if none."""
         with contextlib.suppress(OSError):  # it has just ended
-            code = self._inner_code() if self._is_apart else self.process.pid
+            code = self._inner_code() if self._is_confined else self.process.pid
             if code is not None and len(os.listdir(f"/proc/{code}/task")) > MAX_THREADS:
                 return f"it had more than {MAX_THREADS} threads"
         if self._is_folder_full():

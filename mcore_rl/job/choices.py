@@ -17,7 +17,7 @@ from typing import Any
 from mcore_rl.common.byte_sizes import shown_bytes
 from mcore_rl.common.errors import UsageError, as_flag
 from mcore_rl.config import RLConfig
-from mcore_rl.flags.given import expand_config, given_values, without_flags
+from mcore_rl.flags.parsed_flags import expand_config, given_values, without_flags
 from mcore_rl.job import reading
 from mcore_rl.job.batches import longest_row
 from mcore_rl.job.facts import LAYOUT, Facts, Refusals, Source
@@ -35,7 +35,7 @@ from mcore_rl.planner.settings import (
     GPUS,
     HOST_RESERVED_GB,
 )
-from mcore_rl.trainer.case import has_slow_products
+from mcore_rl.trainer.plan_inputs import has_slow_products
 
 PACKED = "--rl-max-tokens-per-microbatch"
 UTILIZATION = "--rl-rollout-gpu-memory-utilization"

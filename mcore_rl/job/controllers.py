@@ -20,7 +20,7 @@ from dataclasses import replace
 from mcore_rl.common.agreement import EXIT_FAILED, leave_cause, leave_reason
 from mcore_rl.common.exits import describe_exit
 from mcore_rl.common.run_output import setup_logging
-from mcore_rl.flags.given import import_given_files
+from mcore_rl.flags.parsed_flags import import_given_files
 from mcore_rl.spec import JobSpec
 
 _GRACE_SECONDS = 5.0

@@ -84,11 +84,11 @@ def check_layers(shape: ModelShape, *, cuda: bool) -> None:
         )
 
 
-def check_apart(config: RLConfig, roles: Roles) -> None:
+def check_separate(config: RLConfig, roles: Roles) -> None:
     """Check flags that engines on ranks of their own leave without effect, or need."""
-    if not roles.is_apart(ROLLOUT):
+    if not roles.is_separate(ROLLOUT):
         return
-    apart = config.rollout.apart
+    separate = config.rollout.separate
     offload = config.weight_sync.offload
     without_effect = {
         f"--rl-offload {offload}": offload not in ("auto", "none"),
@@ -97,15 +97,15 @@ def check_apart(config: RLConfig, roles: Roles) -> None:
     for flag, is_given in without_effect.items():
         if is_given:
             raise UsageError(
-                f"has no effect with {apart}: engines and training do not share devices",
+                f"has no effect with {separate}: engines and training do not share devices",
                 flag=flag,
                 remedy="drop it",
             )
     if config.rollout.servers:
         _check_content_of_servers(config)
-    if config.rewards.reward_model is not None and not roles.is_apart(REWARD):
+    if config.rewards.reward_model is not None and not roles.is_separate(REWARD):
         raise UsageError(
-            f"cannot run on the actor's ranks with {apart}, because engines call it while the "
+            f"cannot run on the actor's ranks with {separate}, because engines call it while the "
             "actor trains",
             flag=f"--rl-reward-model {config.rewards.reward_model}",
             remedy="give it ranks of its own by --rl-reward-ranks",

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from mcore_rl.config import RLConfig
 from mcore_rl.flags.classes import notes
 from mcore_rl.flags.derived import DerivedFlags, values_of
-from mcore_rl.flags.given import as_config
+from mcore_rl.flags.parsed_flags import as_config
 from mcore_rl.hybrid_engine.options import ranks_per_node
 from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.job import engines, reading
@@ -87,7 +87,7 @@ def _notes(
     yield from notes(facts.given, parser, unread=derived.unread)
     if config.has_engines:
         placement = Placement(actor.shape, actor.layout, actor.layers, rollout)
-        if config.rollout.apart is None:
+        if config.rollout.separate is None:
             yield from note_on_experts(config.engine, placement)
         if facts.lora is not None:
             yield from note_on_adapters(config, facts.lora, placement)

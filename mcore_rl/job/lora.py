@@ -84,7 +84,7 @@ def note_on_adapters(config: RLConfig, lora: Lora, placement: Placement) -> Iter
         return
     adapters = placement.of_adapters(lora.rank, lora.targets).most_resident_bytes
     base = shown_bytes(placement.most_resident_bytes)
-    asleep = "" if config.rollout.apart else ", and is in host memory while the engine sleeps"
+    asleep = "" if config.rollout.separate else ", and is in host memory while the engine sleeps"
     yield (
         f"weight syncs bring each rank of an engine at most {shown_bytes(adapters)} of "
         f"adapters; the base, {base}, is brought once{asleep}"

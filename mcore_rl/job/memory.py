@@ -7,7 +7,12 @@ from mcore_rl.job.facts import Facts, Source
 from mcore_rl.planner.checks import check_device, check_host
 from mcore_rl.planner.memory import memory_of, resident_of
 from mcore_rl.planner.phases import Case
-from mcore_rl.trainer.case import case_of_run, has_slow_products, trained_critic, with_teachers
+from mcore_rl.trainer.plan_inputs import (
+    case_of_run,
+    has_slow_products,
+    trained_critic,
+    with_teachers,
+)
 
 
 def planned_case(config: RLConfig, facts: Facts, device_bytes: int | None) -> Case | None:
@@ -40,7 +45,7 @@ def check_memory(config: RLConfig, facts: Facts, source: Source) -> tuple[str, .
     lines = check_device(case, scores_only=source.scores_only) if has_device else ()
     if source.host_memory is None or has_device != source.platform.cuda or source.scores_only:
         return lines
-    if case.is_apart and not has_device:
+    if case.is_separate and not has_device:
         return lines  # machines may have ranks of both kinds, whose sum is not planned
     return lines + check_host(
         case,

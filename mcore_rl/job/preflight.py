@@ -95,7 +95,7 @@ def _check_sources(config: RLConfig) -> None:
     if data.curriculum == NO_CURRICULUM:
         return
     if config.rollout.samples_ahead:
-        other = f"{config.rollout.apart} and --rl-max-staleness {config.rollout.staleness_limit}"
+        other = f"{config.rollout.separate} and --rl-max-staleness {config.rollout.staleness_limit}"
     elif config.rollout.keeps_unfinished:
         other = "--rl-partial-rollouts"
     else:
@@ -119,7 +119,7 @@ def _check_group_sizes(config: RLConfig) -> None:
     if rollout.keeps_unfinished:
         other = "--rl-partial-rollouts"
     elif rollout.samples_ahead:
-        other = f"{rollout.apart} (--rl-max-staleness {rollout.staleness_limit})"
+        other = f"{rollout.separate} (--rl-max-staleness {rollout.staleness_limit})"
         remedy = "" if rollout.servers else "give --rl-max-staleness 0, or "
     if other is not None:
         raise UsageError(

@@ -16,8 +16,8 @@ from mcore_rl.common.platform import Platform
 from mcore_rl.config import RLConfig, frozen
 from mcore_rl.flags.classes import check_no_megatron_rl_flag, given_to_fork
 from mcore_rl.flags.derived import check_fits_machine
-from mcore_rl.flags.given import FlagNames, given_values, import_given_files
 from mcore_rl.flags.pages import help_text
+from mcore_rl.flags.parsed_flags import FlagNames, given_values, import_given_files
 from mcore_rl.flags.parser import HELP_RL, all_args
 from mcore_rl.job.preflight import check_versions
 from mcore_rl.megatron import adapter as megatron_adapter

@@ -18,8 +18,8 @@ from mcore_rl.config import RLConfig, config_from
 from mcore_rl.flags.classes import check_critic_rate
 from mcore_rl.flags.derived import DerivedFlags, derive_flags, values_of, with_effect
 from mcore_rl.flags.fsdp import check_fsdp, check_fsdp_machine
-from mcore_rl.flags.given import expand_config, import_given_files
 from mcore_rl.flags.packages import check_wandb
+from mcore_rl.flags.parsed_flags import expand_config, import_given_files
 from mcore_rl.hybrid_engine.memory.offload import offload_kinds
 from mcore_rl.job import engines, preflight, reading
 from mcore_rl.job.batches import check_batches, check_lengths
@@ -253,7 +253,7 @@ class _Examiner:
                 parse_roles, source.world_size, *given, count, config.teacher.teacher_ranks
             )
             if facts.roles is not None:
-                refusals.passes(engines.check_apart, config, facts.roles)
+                refusals.passes(engines.check_separate, config, facts.roles)
                 layout = refusals.value(check_actor_layout, shape, values, facts.roles)
             pp_size = values.get("pipeline_model_parallel_size", 1)
             layers = refusals.value(check_stages, shape, pp_size, values)

@@ -36,7 +36,7 @@ from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.hf_files import check_copies
 from mcore_rl.model.architecture_flags import settings_without_flag
 from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, ROLLOUT, TEACHER, describe_ranks
-from mcore_rl.observe import own_folders
+from mcore_rl.observe import run_lock
 from mcore_rl.spec import JobSpec, TeacherSpec, ValueModelSpec
 from mcore_rl.trainer.job import Job, RoleWorld, enter_role
 from mcore_rl.trainer.resume import folders
@@ -83,7 +83,7 @@ def start(
     if writes:
         checked = hold_folders(checked, store)
     _log_start(checked)
-    if checked.roles.is_apart(ROLLOUT):
+    if checked.roles.is_separate(ROLLOUT):
         args = reading.make_parser(extra_args).parse_args(list(checked.tokens))
         start_controllers(checked, args, int(os.environ["RANK"]))
     world = enter_role(checked.roles, store)
@@ -244,14 +244,14 @@ def hold_folders(checked: JobSpec, store: dist.Store | None) -> JobSpec:
         if int(os.environ.get("RANK", 0)) != writer:
             return ""
         if checked.save:  # first, or a directory would be made in vain
-            own_folders.hold(Path(checked.save), "--save")
+            run_lock.hold(Path(checked.save), "--save")
         directory = (
             Path(config.run.run_dir)
             if config.run.run_dir
-            else own_folders.make_directory(config.run.run_name)
+            else run_lock.make_directory(config.run.run_name)
         )
-        own_folders.hold(directory, "--rl-run-dir")
-        own_folders.hold(folders.checkpoint_folder(checked.save, directory), "--save")
+        run_lock.hold(directory, "--rl-run-dir")
+        run_lock.hold(folders.checkpoint_folder(checked.save, directory), "--save")
         return str(directory)
 
     directory = from_rank(writer, agreed(hold, store, stage="folders"), store, stage="folders")
@@ -290,13 +290,13 @@ def _log_start(checked: JobSpec) -> None:
 def _placement(checked: JobSpec) -> str:
     """Return which ranks run which models, in one line."""
     roles = checked.roles
-    here, apart = [f"actor ({checked.train_layout.describe()})"], []
+    here, separate = [f"actor ({checked.train_layout.describe()})"], []
     engines = f"engines ({checked.rollout_layout.describe()})"
     if roles.has_controllers:
         num_servers = len(checked.config.rollout.servers)
-        apart.append(f"{num_servers} servers, called by {len(roles.rollout)} controllers")
-    elif roles.is_apart(ROLLOUT):
-        apart.append(f"{engines} on {describe_ranks(roles.rollout)}")
+        separate.append(f"{num_servers} servers, called by {len(roles.rollout)} controllers")
+    elif roles.is_separate(ROLLOUT):
+        separate.append(f"{engines} on {describe_ranks(roles.rollout)}")
     elif checked.config.has_engines:
         here.append(engines)
     for role, name, model in (
@@ -306,10 +306,10 @@ def _placement(checked: JobSpec) -> str:
     ):
         if model is not None:
             text = f"{name} ({model.layout.describe()})"
-            if roles.is_apart(role):
-                apart.append(f"{text} on {describe_ranks(roles.ranks(role))}")
+            if roles.is_separate(role):
+                separate.append(f"{text} on {describe_ranks(roles.ranks(role))}")
             else:
                 here.append(text)
     in_turn = " in turn" if len(here) > 1 else ""
     here_text = f"{', '.join(here)}{in_turn} on {describe_ranks(roles.actor)}"
-    return f"placement: {'; '.join([here_text, *apart])}"
+    return f"placement: {'; '.join([here_text, *separate])}"

@@ -306,7 +306,7 @@ def teacher_spec(
     actor, roles = facts.actor, facts.roles
     if found.checkpoint is None or actor is None or roles is None:
         return None
-    in_turn = not roles.is_apart(TEACHER)
+    in_turn = not roles.is_separate(TEACHER)
     return TeacherSpec(
         shape=found.shape,
         checkpoint=found.checkpoint,

@@ -18,7 +18,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import Platform
 from mcore_rl.config import RLConfig
 from mcore_rl.flags.derived import derive_flags, values_of, with_effect
-from mcore_rl.flags.given import given_values
+from mcore_rl.flags.parsed_flags import given_values
 from mcore_rl.job.layout import check_layout, check_stages
 from mcore_rl.job.reading import ReadShape
 from mcore_rl.megatron.hf_checkpoint import HFCheckpoint, check_tensors, open_checkpoint

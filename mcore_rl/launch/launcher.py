@@ -100,8 +100,8 @@ def main(tokens: Sequence[str] | None = None) -> int:
 
 def _print_help(tokens: Sequence[str]) -> None:
     """Print help on our flags and those of `--rl-import`, without ranks."""
-    from mcore_rl.flags.given import import_given_files
     from mcore_rl.flags.pages import help_text  # imports the algorithms, which are not needed here
+    from mcore_rl.flags.parsed_flags import import_given_files
 
     import_given_files(tokens)
     print(help_text(), end="")

@@ -51,7 +51,7 @@ class Roles:
         """Return the ranks of a role; the actor's if it has none of its own."""
         return self._own(role) or self.actor
 
-    def is_apart(self, role: str) -> bool:
+    def is_separate(self, role: str) -> bool:
         """Return whether a role has ranks of its own."""
         return self.ranks(role) != self.actor
 

@@ -1,6 +1,6 @@
 """Planner of a job: memory in every phase, traffic of a hand-over, other layouts.
 
-All modules are pure: plain settings and `ModelShape` in, dataclasses out. `mcore_rl.trainer.case`
+All modules are pure: plain settings and `ModelShape` in, dataclasses out. `trainer.plan_inputs`
 makes the settings from flags, and `mcore_rl.tools.plan` is the command. See docs/using/planner.md.
 
     settings             how a run trains, samples and which machines it has

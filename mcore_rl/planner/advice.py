@@ -169,7 +169,7 @@ def _with_a_sample_at_a_time(settings: TrainSettings) -> TrainSettings:
         micro_batch_size=1,
         packed_tokens=settings.positions if settings.packed_tokens else 0,
         num_micro_batches=settings.num_micro_batches * samples,
-        num_taught_micro_batches=settings.num_taught_micro_batches * samples,
+        num_demonstration_micro_batches=settings.num_demonstration_micro_batches * samples,
     )
 
 
@@ -182,7 +182,7 @@ def _train_layouts(case: Case) -> Iterator[Change]:
         if other is None:
             continue
         flags = f"--expert-model-parallel-size {layout.ep_size}"
-        if rollout.expert_parallel and not case.is_apart:
+        if rollout.expert_parallel and not case.is_separate:
             # Engines follow by default, so the flags state the planned degree explicitly.
             if rollout.ep_size == train.ep_size and engine.may_spread_experts:
                 wider = replace(rollout, dp_size=2 * rollout.dp_size, rank_map=())

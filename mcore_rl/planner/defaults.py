@@ -65,7 +65,7 @@ def _fits(case: Case, host: Host | None) -> bool:
         phases = memory_of(case, resident_of(case)).phases
         return not any(phase.lacking_bytes for phase in phases if phase.name in PASSES)
     usable = host.usable_bytes
-    if case.is_apart:  # their ranks may all be on one machine, with trainers
+    if case.is_separate:  # their ranks may all be on one machine, with trainers
         usable -= len(case.engine_ranks) * (int(resident_of(case).max()) + host.kv_cache_bytes)
         case = replace(case, has_engines=False, engine_ranks=())
     needs = host_phases(case, kv_cache_bytes=host.kv_cache_bytes, widens=host.widens)

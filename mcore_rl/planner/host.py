@@ -118,9 +118,9 @@ class _Planning:
         self._case = case
         resident = resident_of(case)
         # Models on separate ranks use the world's numbering; the actor has the other ranks.
-        apart = {rank for model in case.held for rank in model.ranks}
-        self._world_size = max([len(resident) + len(apart), *(rank + 1 for rank in apart)])
-        others = [rank for rank in range(self._world_size) if rank not in apart]
+        separate = {rank for model in case.held for rank in model.ranks}
+        self._world_size = max([len(resident) + len(separate), *(rank + 1 for rank in separate)])
+        others = [rank for rank in range(self._world_size) if rank not in separate]
         self._actor = others[: len(resident)]
         bucket = np.full(len(self._actor), BUCKETS * case.engine.bucket_bytes, dtype=np.int64)
         if not case.has_servers:

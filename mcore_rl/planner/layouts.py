@@ -233,8 +233,8 @@ def in_layout(
     training = replace(
         settings,
         num_micro_batches=share + bool(rest),
-        num_taught_micro_batches=math.ceil(
-            settings.num_taught_micro_batches * old.dp_size / train.dp_size
+        num_demonstration_micro_batches=math.ceil(
+            settings.num_demonstration_micro_batches * old.dp_size / train.dp_size
         ),
         sequence_parallel=(
             settings.sequence_parallel if train.tp_size == old.tp_size else train.tp_size > 1

@@ -103,19 +103,19 @@ def plan_moves(
     rank_map: Sequence[int],
     near: Neighbourhoods,
     *,
-    is_apart: bool = False,
+    is_separate: bool = False,
 ) -> Plan:
     """Return the moves of all ranks under slot -> rank, in the order of the stages. If engines
     have ranks of their own, these follow the trainers, and `rank_map` counts from the first."""
     slot_of = dict(zip(rank_map, range(len(rank_map)), strict=True))
     ranks = range(placement.train.world_size)
-    groups = _groups(placement, is_apart)
+    groups = _groups(placement, is_separate)
     stage_of = [placement.train.pp_rank(rank) for rank in ranks]
     slot_class = [placement.slot_class[slot_of[rank]] for rank in range(len(rank_map))]
     nothing: Boxes = {}
     # What the other side holds, or needs.
-    of_engines = [nothing] * len(rank_map) if is_apart else []
-    of_trainers = [nothing] * len(ranks) if is_apart else []
+    of_engines = [nothing] * len(rank_map) if is_separate else []
+    of_trainers = [nothing] * len(ranks) if is_separate else []
     load = [0] * len(near.node)
     moves: list[Move] = []
     for stages, tensors in _by_holders(placement).items():
@@ -151,7 +151,7 @@ def _by_holders(placement: Placement) -> dict[tuple[int, ...], list[str]]:
 
 
 def traffic_of(
-    placement: Placement, rank_map: Sequence[int], machine: Machine, *, is_apart: bool = False
+    placement: Placement, rank_map: Sequence[int], machine: Machine, *, is_separate: bool = False
 ) -> Traffic:
     """Return each rank's traffic under slot -> rank; an empty map is the identity.
 
@@ -160,29 +160,29 @@ def traffic_of(
     num_engine_ranks = placement.rollout.world_size
     rank_map = rank_map or range(num_engine_ranks)
     near = neighbourhoods(
-        placement.train, machine.ranks_per_node, num_engine_ranks if is_apart else 0
+        placement.train, machine.ranks_per_node, num_engine_ranks if is_separate else 0
     )
-    plan = plan_moves(placement, rank_map, near, is_apart=is_apart)
+    plan = plan_moves(placement, rank_map, near, is_separate=is_separate)
     received, sent = _over_links(plan, np.array(near.node))
     resident = np.empty(num_engine_ranks, dtype=np.int64)
     resident[np.array(rank_map)] = placement.resident_bytes
-    if is_apart:
+    if is_separate:
         resident = np.concatenate([np.zeros(placement.train.world_size, np.int64), resident])
-    known = _groups(placement, is_apart).sets
+    known = _groups(placement, is_separate).sets
     return Traffic(
         received[0],
         received[1],
         sent[0],
         sent[1],
-        resident if is_apart else placement.lower_bound_bytes,
+        resident if is_separate else placement.lower_bound_bytes,
         resident,
         tuple(connections((move.tree for move in plan.moves), known, len(near.node))),
     )
 
 
-def _groups(placement: Placement, is_apart: bool) -> KnownGroups:
+def _groups(placement: Placement, is_separate: bool) -> KnownGroups:
     """Return Megatron's groups; between trainers and engines none is of use."""
-    return KnownGroups() if is_apart else KnownGroups(placement.train.groups().values())
+    return KnownGroups() if is_separate else KnownGroups(placement.train.groups().values())
 
 
 def _over_links(plan: Plan, node: npt.NDArray[np.int64]) -> tuple[Bytes, Bytes]:
@@ -207,10 +207,10 @@ def _over_links(plan: Plan, node: npt.NDArray[np.int64]) -> tuple[Bytes, Bytes]:
     return received, sent
 
 
-def gather_bytes(placement: Placement, *, is_apart: bool = False) -> Bytes:
+def gather_bytes(placement: Placement, *, is_separate: bool = False) -> Bytes:
     """Return `[ranks]`: received bytes if every rank gathers every complete tensor."""
     whole = sum(info.num_bytes for info in placement.infos.values())
     held = placement.trained_bytes
-    if is_apart:
+    if is_separate:
         held = np.concatenate([held, np.zeros(placement.rollout.world_size, np.int64)])
     return whole - held

@@ -91,14 +91,16 @@ class Case:
     has_servers: bool = False
 
     @property
-    def is_apart(self) -> bool:
+    def is_separate(self) -> bool:
         """Whether engines have ranks of their own."""
         return bool(self.engine_ranks)
 
     @property
     def world_size(self) -> int:
-        apart = {rank for model in (self.critic, *self.teachers) if model for rank in model.ranks}
-        return self.train.world_size + len(self.engine_ranks) + len(apart)
+        separate = {
+            rank for model in (self.critic, *self.teachers) if model for rank in model.ranks
+        }
+        return self.train.world_size + len(self.engine_ranks) + len(separate)
 
     @property
     def actor(self) -> TrainedModel:
@@ -128,8 +130,8 @@ class Case:
     @property
     def communicators(self) -> dict[str, int]:
         """The maximum number of a rank's NCCL communicators, see `communicators_of`."""
-        is_apart = self.is_apart or self.has_servers
-        found = communicators_of(self.train, self.rollout, is_apart=is_apart)
+        is_separate = self.is_separate or self.has_servers
+        found = communicators_of(self.train, self.rollout, is_separate=is_separate)
         if not self.has_engines:
             found["engine"] = 0
             found["hand-over"] *= self.has_servers
@@ -221,7 +223,7 @@ class DeviceMemory:
 
 
 def communicators_of(
-    train: TrainLayout, rollout: RolloutLayout, *, is_apart: bool = False
+    train: TrainLayout, rollout: RolloutLayout, *, is_separate: bool = False
 ) -> dict[str, int]:
     """Return the maximum number of a rank's NCCL communicators: Megatron's, engine's, hand-over's.
     A rank has all of them; if engines are on ranks of their own, it has those of its role.
@@ -244,7 +246,7 @@ def communicators_of(
     return {
         "Megatron": sum(size > 1 for size in megatron),
         "engine": 2 * sum(size > 1 for size in engine),
-        "hand-over": int(train.world_size > 1 or is_apart),
+        "hand-over": int(train.world_size > 1 or is_separate),
     }
 
 
@@ -282,7 +284,7 @@ class _Planning:
             self._with_engine(START, self._first, case.engine.away_at_start),
             self._with_engine(ROLLOUT, self._trained, case.engine.offloaded),
         ]
-        if case.is_apart:
+        if case.is_separate:
             with_engine.append(self._with_engine(UPDATE, self._trained, frozenset()))
         engine_parts = ("rollout weights", "activations", GRAPHS, "KV cache")
         beside = max(
@@ -370,7 +372,7 @@ class _Planning:
     def _switch(self, name: str, states: States) -> Phase:
         """Return a hand-over's phase, during which the parameters stay on the device."""
         actor = self._case.actor
-        if self._case.is_apart or not self._case.has_engines:
+        if self._case.is_separate or not self._case.has_engines:
             return self._phase(
                 name, {**self._staying(states, actor), "bucket": self._bucket}, actor
             )
@@ -383,7 +385,7 @@ class _Planning:
         """Return the CUDA graphs on the ranks of `model` while the engine sleeps, or is awake."""
         engine = self._case.engine
         is_away = sleeps and engine.offloads_graphs
-        beside_engine = model.ranks == self._case.actor.ranks and not self._case.is_apart
+        beside_engine = model.ranks == self._case.actor.ranks and not self._case.is_separate
         if not engine.graph_bytes or is_away or not beside_engine:
             return {}
         return {GRAPHS: np.full(model.train.world_size, engine.graph_bytes, dtype=np.int64)}
@@ -391,7 +393,7 @@ class _Planning:
     def _with_engine(self, name: str, states: States, away: frozenset[str]) -> Phase:
         """Return a phase with the engine, whose KV cache takes the rest of its share."""
         case, share = self._case, self._case.share_bytes
-        left = {} if case.is_apart else self._staying(states, case.actor, away)
+        left = {} if case.is_separate else self._staying(states, case.actor, away)
         used = np.full_like(self._resident, self._engine_used)
         graphs: Parts = {}
         if case.engine.graph_bytes:
@@ -401,7 +403,7 @@ class _Planning:
         cache = np.maximum(0, share - self._resident - used - case.engine.graph_bytes)
         engine = {"rollout weights": self._resident, "activations": used, **graphs}
         parts = {**left, **engine, "KV cache": cache}
-        phase = self._phase(name, parts, None if case.is_apart else case.actor, share=share)
+        phase = self._phase(name, parts, None if case.is_separate else case.actor, share=share)
         # The share must hold its weights and activations, and a complete sample in the KV cache.
         surely_short = int(self._resident.max()) - share
         return replace(
@@ -461,6 +463,6 @@ class _Planning:
     def _nccl_bytes(self, model: TrainedModel | None) -> int:
         """Return the bytes of a rank's communicators; None: of an engine's own rank."""
         counts = self._case.communicators
-        if self._case.is_apart:
+        if self._case.is_separate:
             del counts["engine" if model is not None else "Megatron"]
         return sum(counts.values()) * self._case.machine.communicator_bytes

@@ -86,16 +86,16 @@ def plan_case(case: Case) -> Outcome:
             case, memory, None, None, None, tuple(problems_of(case, memory, resident, 0))
         )
     placement = placement_of(case)
-    rank_map, is_apart = case.rollout.rank_map, case.is_apart
-    traffic = traffic_of(placement, rank_map, case.machine, is_apart=is_apart)
+    rank_map, is_separate = case.rollout.rank_map, case.is_separate
+    traffic = traffic_of(placement, rank_map, case.machine, is_separate=is_separate)
     adapters = None
     if (later := adapters_of(case)) is not None:
-        adapters = traffic_of(later, rank_map, case.machine, is_apart=is_apart)
+        adapters = traffic_of(later, rank_map, case.machine, is_separate=is_separate)
     copied = int((traffic.received + traffic.sent).max())
     resident = resident_of(case)
     memory = memory_of(case, resident, copied)
     problems = problems_of(case, memory, resident, copied)
-    gathered = gather_bytes(placement, is_apart=is_apart)
+    gathered = gather_bytes(placement, is_separate=is_separate)
     return Outcome(case, memory, traffic, adapters, gathered, tuple(problems))
 
 

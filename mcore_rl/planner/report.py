@@ -98,7 +98,7 @@ def _print_layouts(outcome: Outcome, console: Console) -> None:
 def _rank_map(outcome: Outcome) -> str:
     """Describe which rank takes which slot."""
     case, rollout = outcome.case, outcome.case.rollout
-    if case.is_apart:
+    if case.is_separate:
         first, last = min(case.engine_ranks), max(case.engine_ranks)
         return f"engines have {len(case.engine_ranks)} ranks of their own, from {first} to {last}"
     if rollout.is_identity:
@@ -183,10 +183,10 @@ def _print_memory_facts(outcome: Outcome, console: Console) -> None:
             f"micro-batches of {training.describe_micro_batch()}, recomputation "
             f"{training.recompute.describe()}"
         )
-        if training.num_taught_micro_batches:
+        if training.num_demonstration_micro_batches:
             console.print(
-                f"demonstrations: {training.num_taught_micro_batches} micro-batches more, taken as "
-                "full"
+                f"demonstrations: {training.num_demonstration_micro_batches} micro-batches "
+                "more, taken as full"
             )
         if training.lora_rank:
             most = max(parameters.trained for parameters in stage_parameters(model))
@@ -218,7 +218,7 @@ def _print_engine_facts(outcome: Outcome, console: Console) -> None:
         f"{engine.max_model_tokens:,}; the engine's share is {_gb(case.share_bytes)} GB "
         f"(--rl-rollout-gpu-memory-utilization {engine.gpu_memory_utilization:g})"
     )
-    if not case.is_apart:
+    if not case.is_separate:
         _print_offloaded(outcome, console)
     console.print("mcore_rl.verify runs the phases build, start, first switch, rollout, log-probs")
 
@@ -229,7 +229,7 @@ def _print_communicators(outcome: Outcome, console: Console) -> None:
     if case.machine.communicator_bytes and any(counts.values()):
         whose = ", ".join(f"{count} of {name}" for name, count in counts.items() if count)
         most = sum(counts.values())
-        if case.is_apart:  # a rank has those of one side
+        if case.is_separate:  # a rank has those of one side
             most -= min(counts["Megatron"], counts["engine"])
         console.print(
             f"NCCL: up to {most} communicators of a rank ({whose}), each taken as "

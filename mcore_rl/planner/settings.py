@@ -101,7 +101,7 @@ class TrainSettings:
     vocabulary_multiple: int | None  # --make-vocab-size-divisible-by; None: derived
     micro_batch_size: int  # samples of a padded micro-batch
     num_micro_batches: int  # of a mini-batch's samples, on each data-parallel rank
-    num_taught_micro_batches: int = 0  # of demonstrations, behind these
+    num_demonstration_micro_batches: int = 0  # of demonstrations, behind these
     positions: int  # of the longest sample: prompt and response
     packed_tokens: int = 0  # limit of a packed micro-batch; 0: micro-batches are padded
     sequence_parallel: bool
@@ -135,7 +135,7 @@ class TrainSettings:
 
     @property
     def num_micro_batches_in_all(self) -> int:
-        return self.num_micro_batches + self.num_taught_micro_batches
+        return self.num_micro_batches + self.num_demonstration_micro_batches
 
     @property
     def teacher_outputs(self) -> int:

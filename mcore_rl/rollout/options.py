@@ -8,7 +8,7 @@ from mcore_rl.common.addresses import checked_url
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, param
 
-_MAX_STALENESS, _MAX_STALENESS_APART = 4, 1
+_MAX_STALENESS, _MAX_STALENESS_SEPARATE = 4, 1
 _OVERSAMPLE_PARTIAL = 1.5
 # vLLM samples at these temperatures as given (vllm/sampling_params.py).
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
@@ -130,7 +130,7 @@ class RolloutOptions(Parameters):
         return self.rollout_controllers if self.servers else 0
 
     @property
-    def apart(self) -> str | None:
+    def separate(self) -> str | None:
         """The flag and value that give engines ranks or machines of their own; None without."""
         if self.rollout_servers is not None:
             return f"--rl-rollout-servers {self.rollout_servers}"
@@ -152,7 +152,7 @@ class RolloutOptions(Parameters):
         """`max_staleness` or its default."""
         if self.max_staleness is not None:
             return self.max_staleness
-        return _MAX_STALENESS if self.apart is None else _MAX_STALENESS_APART
+        return _MAX_STALENESS if self.separate is None else _MAX_STALENESS_SEPARATE
 
     @property
     def groups_at_a_time(self) -> float:
@@ -166,8 +166,8 @@ class RolloutOptions(Parameters):
         if self.stale_rollouts != "finish":
             self._check_continues(f"--rl-stale-rollouts {self.stale_rollouts}")
         self._check_servers()
-        if self.apart is not None:
-            self._check_apart(self.apart)
+        if self.separate is not None:
+            self._check_separate(self.separate)
         elif not self.partial_rollouts and self.max_staleness is not None:
             raise UsageError(
                 "has no effect without --rl-partial-rollouts, --rl-rollout-ranks or "
@@ -228,12 +228,12 @@ class RolloutOptions(Parameters):
                 "must name at least one server, and each once", flag=flag, remedy="correct the list"
             )
 
-    def _check_apart(self, apart: str) -> None:
+    def _check_separate(self, separate: str) -> None:
         """Check the flags of engines on ranks or machines of their own."""
         if self.partial_rollouts:
             raise UsageError(
-                f"is for engines on the actor's ranks, and with {apart} responses continue across "
-                "updates anyway if --rl-max-staleness is 1 or more",
+                f"is for engines on the actor's ranks, and with {separate} responses continue "
+                "across updates anyway if --rl-max-staleness is 1 or more",
                 flag="--rl-partial-rollouts",
                 remedy="drop it",
             )
@@ -243,14 +243,14 @@ class RolloutOptions(Parameters):
         remedy = "drop it" if self.servers else "drop it, or give --rl-max-staleness 0"
         if self.groups_at_a_time > 1.0:
             raise UsageError(
-                f"drops groups that finish late, and with {apart} and {ahead} no group has to be "
-                "dropped",
+                f"drops groups that finish late, and with {separate} and {ahead} no group has to "
+                "be dropped",
                 flag=f"--rl-oversample {self.groups_at_a_time:g}",
                 remedy=remedy,
             )
         if self.deterministic:
             raise UsageError(
-                f"cannot be combined with {apart} and {ahead}: which tokens new weights sample "
+                f"cannot be combined with {separate} and {ahead}: which tokens new weights sample "
                 "depends on the speed of engines and training",
                 flag="--rl-deterministic",
                 remedy=remedy,
@@ -260,7 +260,7 @@ class RolloutOptions(Parameters):
         """Refuse a flag of responses that continue after an update if there are none."""
         if self.keeps_unfinished or self.samples_ahead:
             return
-        if self.apart is None and not self.partial_rollouts:
+        if self.separate is None and not self.partial_rollouts:
             remedy = "add --rl-partial-rollouts or --rl-rollout-ranks"
         else:
             remedy = "give --rl-max-staleness 1 or more"

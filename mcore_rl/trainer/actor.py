@@ -27,7 +27,7 @@ from mcore_rl.megatron.runner import ModelRunner
 from mcore_rl.moe.routing import R2
 from mcore_rl.moe.routing_replay import RoutingReplay
 from mcore_rl.trainer.job import Job
-from mcore_rl.trainer.mixed import with_taught
+from mcore_rl.trainer.mixed import with_demonstrations
 from mcore_rl.trainer.roles.teacher import teacher_columns
 
 
@@ -39,7 +39,7 @@ class UpdateStats:
     result: UpdateResult
     mismatch: MismatchSums | None = None  # if the update itself scored the samples first
     mtp: MTPSums | None = None  # if MTP layers are trained
-    taught: TaughtSums | None = None  # of demonstrations beside the samples
+    demonstrations: DemonstrationSums | None = None  # learned beside the samples
     indexer_loss: float | None = None  # if indexers of sparse attention are trained
     indexer_replaced: float | None = None  # with sparse attention
     teacher_kl: float | None = None  # of the loss's term, summed over loss tokens
@@ -55,7 +55,7 @@ class MTPSums:
 
 
 @dataclass(frozen=True, slots=True)
-class TaughtSums:
+class DemonstrationSums:
     """The sums of demonstrations over a global mini-batch."""
 
     loss: float  # cross-entropies in nats
@@ -94,7 +94,7 @@ class Actor:
         self.loss_config = config.recipe.policy_loss_config(config.rollout.max_response_tokens)
         self._mismatch_config = config.recipe.mismatch_config
         self._old_is_rollout = config.recipe.old_log_probs == "rollout"
-        self._taught_coef = config.supervised.coef
+        self._demonstration_coef = config.supervised.coef
 
     @property
     def has_dropout(self) -> bool:
@@ -130,9 +130,9 @@ class Actor:
         if self.replay is not None:
             self.replay.counts = compares
 
-    def update(self, batch: TrainBatch, taught: TrainBatch | None = None) -> UpdateStats:
+    def update(self, batch: TrainBatch, demonstrations: TrainBatch | None = None) -> UpdateStats:
         """Take one optimizer step on one mini-batch; `batch` is this DP rank's part of it, and
-        `taught` its part of the demonstrations that are learned besides.
+        `demonstrations` its part of the demonstrations that are learned besides.
 
         `batch` must have `advantages`, and `ref_log_probs` if there is a KL term. Without
         `old_log_probs` this forward pass also scores the policy before the update, which is correct
@@ -142,15 +142,15 @@ class Actor:
         """
         mtp_counts = self._mtp_counts(batch)
         counts = self.runner.global_counts(batch)
-        num_taught = 0.0
-        if taught is not None:
-            num_taught = float(self.runner.global_sum(taught.loss_mask.sum().double()))
-            batch = with_taught(batch, taught)
+        num_learned = 0.0
+        if demonstrations is not None:
+            num_learned = float(self.runner.global_sum(demonstrations.loss_mask.sum().double()))
+            batch = with_demonstrations(batch, demonstrations)
         loss = functools.partial(
             self._loss,
             denominators=counts.denominators,
             mtp_counts=mtp_counts,
-            num_taught=num_taught,
+            num_learned=num_learned,
         )
         scores_first = batch.old_log_probs is None
         self._compare_routes(scores_first)
@@ -160,10 +160,12 @@ class Actor:
             batch.teacher_outputs is not None,
             (batch.top_tokens is not None) * len(CenteringSums.__slots__),
             bool(mtp_counts),
-            taught is not None,
+            demonstrations is not None,
         )
         total = self.runner.accumulate_gradients(batch, loss, num_sums=sum(sizes))
-        sums, of_mismatch, of_teacher, of_centering, of_mtp, of_taught = total.sums.split(sizes)
+        sums, of_mismatch, of_teacher, of_centering, of_mtp, of_demonstrations = total.sums.split(
+            sizes
+        )
         result = self.optimizer.step(
             num_samples=counts.num_samples, nonfinite_losses=total.nonfinite_ranks
         )
@@ -177,7 +179,9 @@ class Actor:
             result,
             mismatch,
             mtp,
-            TaughtSums(float(of_taught), num_taught) if taught is not None else None,
+            DemonstrationSums(float(of_demonstrations), num_learned)
+            if demonstrations is not None
+            else None,
             total.indexer_loss,
             total.indexer_replaced,
             teacher_kl,
@@ -220,7 +224,7 @@ class Actor:
         *,
         denominators: Denominators,
         mtp_counts: Sequence[float],
-        num_taught: float,
+        num_learned: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         assert samples.advantages is not None, "a stage before the update left out the advantages"
         log_probs, entropy, *more = scores.unbind(dim=1)
@@ -270,10 +274,10 @@ class Actor:
             )
             sums = torch.cat([sums, mtp_sum[None]])
             loss = loss + self._args.mtp_loss_scaling_factor * mtp_loss
-        if samples.taught_mask is not None:
-            nats = -masked(samples.taught_mask, log_probs).sum()
+        if samples.demonstration_mask is not None:
+            nats = -masked(samples.demonstration_mask, log_probs).sum()
             sums = torch.cat([sums, nats.detach().double()[None]])
-            loss = loss + self._taught_coef * nats / max(num_taught, 1.0)
+            loss = loss + self._demonstration_coef * nats / max(num_learned, 1.0)
         return loss, sums
 
     def _weighed(

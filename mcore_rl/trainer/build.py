@@ -45,7 +45,6 @@ from mcore_rl.planner.savings import memory_lines
 from mcore_rl.rollout.branch import Branch
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.trainer.actor import Actor
-from mcore_rl.trainer.case import model_of_args
 from mcore_rl.trainer.demonstration_store import DemonstrationStore
 from mcore_rl.trainer.hand_overs import (
     engine_config,
@@ -64,6 +63,7 @@ from mcore_rl.trainer.models import (
     reward_role,
     teacher_roles,
 )
+from mcore_rl.trainer.plan_inputs import model_of_args
 from mcore_rl.trainer.recorder import RunRecorder
 from mcore_rl.trainer.resume import point as resume_point
 from mcore_rl.trainer.resume.point import ResumePoint, find_resume_point
@@ -170,7 +170,7 @@ def build(
     note_stage("building the models")
     inputs = read_inputs(job)
     engines = None
-    if job.spec.roles.is_apart(ROLLOUT):
+    if job.spec.roles.is_separate(ROLLOUT):
         engines = start_engines(job, inputs.start(job).fingerprints, inputs.day)
     models = build_models(job, inputs, model_provider, engines, log=log)
     watchdog = job.watchdog()
@@ -261,7 +261,7 @@ def build_models(
     )
     if (rows := read_mixed(job.spec, date=inputs.day)) is not None:
         log_examples(rows, flag="--rl-sft-demonstrations")
-        learner.taught = MixedDemonstrations(job, rows)
+        learner.demonstrations = MixedDemonstrations(job, rows)
     if inputs.point is not None:
         learner.kl_controller.load_state_dict(dict(inputs.point.state.kl_controller))
         learner.entropy_controller.load_state_dict(inputs.point.state.entropy_controller)

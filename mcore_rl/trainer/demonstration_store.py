@@ -36,7 +36,7 @@ class DemonstrationStore(SampleStore):
             table,
             numbers=numbers.ravel(),
             generated_lengths=np.array(
-                [each for at in positions for each in rows.num_taught(int(at))], dtype=np.int64
+                [each for at in positions for each in rows.num_learned(int(at))], dtype=np.int64
             ),
             prompts=np.repeat(rows.rows[positions], per_row),
             has_reward=np.zeros(len(table), dtype=np.bool_),

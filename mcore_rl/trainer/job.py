@@ -69,8 +69,8 @@ class RoleWorld:
 
 def enter_role(roles: Roles, store: dist.Store | None) -> RoleWorld:
     """Become a rank of this process's role, and connect the roles. Collective over the job."""
-    apart = [role for role in (CRITIC, REWARD, ROLLOUT, TEACHER) if roles.is_apart(role)]
-    if not apart:
+    separate = [role for role in (CRITIC, REWARD, ROLLOUT, TEACHER) if roles.is_separate(role)]
+    if not separate:
         return RoleWorld(ACTOR, store, {}, {})
     assert store is not None, "a job of several ranks has a store"
     role = roles.role_of(int(os.environ["RANK"]))
@@ -78,9 +78,9 @@ def enter_role(roles: Roles, store: dist.Store | None) -> RoleWorld:
     rank = ranks.index(int(os.environ["RANK"]))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(len(ranks)))
     bridges, joint_groups = {}, {}
-    for other in apart:
+    for other in separate:
         # Engines call the reward model: they have the responses.
-        caller = ROLLOUT if other == REWARD and roles.is_apart(ROLLOUT) else ACTOR
+        caller = ROLLOUT if other == REWARD and roles.is_separate(ROLLOUT) else ACTOR
         if role in (other, caller):
             joint_groups[other] = JointGroup(
                 dist.PrefixStore(f"mcore_rl/joint_group/{other}", store),

@@ -81,7 +81,7 @@ class Learner:
         self.actor, self.critic = actor, critic
         self.reference, self.sample_store = reference, sample_store
         self.teachers, self._teacher_coef = teachers, config.teacher.teacher_coef
-        self.taught: MixedDemonstrations | None = None  # what updates learn besides
+        self.demonstrations: MixedDemonstrations | None = None  # what updates learn besides
         # `Prompt.index` of samples, `[n]` -> `SourceSpec.key` of each; None: there are no sources
         self.source_keys: Callable[[np.ndarray], Sequence[str]] | None = None
         self.kl_controller = self.recipe.kl_controller()
@@ -423,11 +423,11 @@ class Learner:
                 self._entropy_coef = self.entropy_controller.weight
                 self.actor.weigh_entropy(self._entropy_coef)
             parts = self._with_old_log_probs(parts)
-            if self.taught is None:
+            if self.demonstrations is None:
                 of_actor = [self.actor.update(part) for part in parts]
             else:
-                taught = itertools.cycle(self.taught.mini_batches(step))  # anew in each epoch
-                of_actor = [self.actor.update(part, next(taught)) for part in parts]
+                rows = itertools.cycle(self.demonstrations.mini_batches(step))  # anew in each epoch
+                of_actor = [self.actor.update(part, next(rows)) for part in parts]
             if is_adapted:
                 self.entropy_controller.update(mean_entropy(of_actor))
         of_critic = [] if end_update is None else end_update()

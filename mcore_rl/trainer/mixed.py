@@ -1,6 +1,6 @@
 """Demonstrations beside reinforcement learning: each update also lowers their cross-entropy.
 
-    loss = loss of the algorithm + coef x sum of -log p over taught tokens / their number
+    loss = loss of the algorithm + coef x sum of -log p over learned tokens / their number
 
 The number is that of the global mini-batch, so the gradient is the same in every layout. The rows
 are extra micro-batches of the update: no earlier stage of a step sees them.
@@ -68,25 +68,27 @@ class MixedDemonstrations:
         return split_mini_batches(build_train_batch(table, tokens, cuts))
 
 
-def with_taught(batch: TrainBatch, taught: TrainBatch) -> TrainBatch:
-    """Return a mini-batch with the micro-batches of `taught` behind its own, of whose tokens only
-    `taught_mask` is set."""
+def with_demonstrations(batch: TrainBatch, demonstrations: TrainBatch) -> TrainBatch:
+    """Return a mini-batch with the micro-batches of `demonstrations` behind its own. Their tokens
+    are only in `demonstration_mask`."""
     joined: dict[str, object] = {
-        "cuts": ((*batch.cuts[0], *taught.cuts[0]),),
-        "taught_mask": torch.cat([torch.zeros_like(batch.loss_mask), taught.loss_mask]),
+        "cuts": ((*batch.cuts[0], *demonstrations.cuts[0]),),
+        "demonstration_mask": torch.cat(
+            [torch.zeros_like(batch.loss_mask), demonstrations.loss_mask]
+        ),
     }
     given: Mapping[str, torch.Tensor] = {
-        "token_ids": taught.token_ids,
-        "lengths": taught.lengths,
+        "token_ids": demonstrations.token_ids,
+        "lengths": demonstrations.lengths,
         # They share no prompt, and no stage has results of them.
-        "prompt_lengths": torch.zeros_like(taught.lengths),
-        "sample_ids": torch.full_like(taught.lengths, -1),
+        "prompt_lengths": torch.zeros_like(demonstrations.lengths),
+        "sample_ids": torch.full_like(demonstrations.lengths, -1),
     }
     for field in dataclasses.fields(batch):
         value = getattr(batch, field.name)
         if isinstance(value, torch.Tensor):
             more = given.get(field.name)
             if more is None:
-                more = value.new_zeros(taught.num_tokens, *value.shape[1:])
+                more = value.new_zeros(demonstrations.num_tokens, *value.shape[1:])
             joined[field.name] = torch.cat([value, more])
     return TrainBatch(**joined)  # type: ignore[arg-type]

@@ -199,7 +199,7 @@ def new_sample_store(job: Job, make: Callable[..., SampleStore] = SampleStore) -
     is a subclass."""
     routed = job.spec.routed_layers if job.config.trainer.routing_replay == R3 else None
     ranks, roles = None, job.spec.roles
-    if roles.is_apart(ROLLOUT):
+    if roles.is_separate(ROLLOUT):
         ranks = JointRanks(
             job.joint_rank,
             len(roles.actor) + len(roles.rollout),
@@ -264,7 +264,7 @@ def _role(
 ) -> Role:
     """Build a role here or on ranks of its own, as the flags say; `how` goes to its builder."""
     title, build = _ROLES[name]
-    if job.spec.roles.is_apart(name):
+    if job.spec.roles.is_separate(name):
         return RemoteRole(title, job.world.bridges.get(name), job.world.joint_groups[name], **how)
     return LocalRole(build(job, model_provider, log=log, **how))
 
@@ -292,13 +292,13 @@ def _served_critic(
 ) -> ServedCritic:
     """Build the critic on the ranks of this process's role. Collective."""
     assert job.spec.critic is not None
-    is_apart = job.spec.roles.is_apart(CRITIC)
+    is_separate = job.spec.roles.is_separate(CRITIC)
     critic = build_critic(
         job.spec.critic, job.config, job.args, model_provider, actor_iteration=iteration, log=log
     )
-    if is_apart:  # else these ranks restore the actor's
+    if is_separate:  # else these ranks restore the actor's
         critic.restore_random_states()
-    return ServedCritic(critic, job.config.trainer, is_apart=is_apart, log=log)
+    return ServedCritic(critic, job.config.trainer, is_separate=is_separate, log=log)
 
 
 def _served_reward_model(

@@ -152,7 +152,7 @@ class RunRecorder:
     def note_stage(self, stage: str, start: float, end: float) -> None:
         """Note a stage's begin and end; called at the end of each. Ranks without engines wait for
         samples."""
-        waits = self._job.spec.roles.is_apart(ROLLOUT) and stage in ("rollout", "eval")
+        waits = self._job.spec.roles.is_separate(ROLLOUT) and stage in ("rollout", "eval")
         self.timeline.add(TRAINER, self._step, IDLE if waits else stage, start, end)
 
     def record(

@@ -28,8 +28,8 @@ from mcore_rl.batching.table import SampleTable
 from mcore_rl.common import objects
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.kills import note_stage
-from mcore_rl.data.drawn import Begin
 from mcore_rl.data.prompts import load_prompt_files
+from mcore_rl.data.source_position import Begin
 from mcore_rl.data.tokenizer_process import close_all
 from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine
 from mcore_rl.model.roles import ROLLOUT

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from mcore_rl.common import objects
 from mcore_rl.data.demonstrations import Drawn
-from mcore_rl.data.drawn import Begin
 from mcore_rl.data.prompts import PromptSources
+from mcore_rl.data.source_position import Begin
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.observe.run_directory import read_metrics

@@ -96,7 +96,7 @@ def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         "mismatch/off_policy_share": float(total.off_policy) / tokens,
         **(mismatch_metrics(updates[0].mismatch) if updates[0].mismatch is not None else {}),
         **_mtp_metrics(updates),
-        **_taught_metrics(updates),
+        **_demonstration_metrics(updates),
         **_indexer_metrics(updates),
         **_teacher_metrics(updates, tokens),
         **_centering_metrics(updates, tokens),
@@ -126,8 +126,8 @@ def _centering_metrics(updates: Sequence[UpdateStats], num_tokens: float) -> dic
     return functools.reduce(operator.add, found).metrics(num_tokens) if found else {}
 
 
-def _taught_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    found = [update.taught for update in updates if update.taught is not None]
+def _demonstration_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
+    found = [update.demonstrations for update in updates if update.demonstrations is not None]
     if not found:
         return {}
     return {"loss/sft": sum(t.loss for t in found) / max(sum(t.num_tokens for t in found), 1.0)}

@@ -73,7 +73,7 @@ def parsed(tokens: Sequence[str], shape: ModelShape, platform: Platform, *, worl
     """`tokens` as a user gives them, with what is derived of them. UsageError as at a start."""
     from mcore_rl.config import config_from
     from mcore_rl.flags.derived import derive_flags
-    from mcore_rl.flags.given import expand_config, given_values
+    from mcore_rl.flags.parsed_flags import expand_config, given_values
     from mcore_rl.flags.parser import add_rl_args
     from mcore_rl.job.reading import make_parser
     from mcore_rl.job.validation import check_megatron_accepts, world_of_size

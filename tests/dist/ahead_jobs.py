@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from mcore_rl.batching.types import Prompt, ScoredRollout
 from mcore_rl.config import RLConfig
-from mcore_rl.data.drawn import Begin
 from mcore_rl.data.prompts import prompt_indices
+from mcore_rl.data.source_position import Begin
 from mcore_rl.environments.conversation import ConversationTokens
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine

@@ -168,7 +168,7 @@ def models_of(job: Job, point: ResumePoint | None = None) -> Models:
             )
     role = None
     if critic is not None:
-        role = LocalRole(ServedCritic(critic, job.config.trainer, is_apart=False))
+        role = LocalRole(ServedCritic(critic, job.config.trainer, is_separate=False))
     learner = build_learner(job, state, shards, role, point)
     return Models(job, state, shards, critic, role, learner)
 

@@ -145,7 +145,7 @@ def _criticise(job: Job, target: Path, log: Any) -> dict[str, Any]:
 
     def build(iteration: int) -> ServedCritic:
         built.append(build_critic(job.spec.critic, job.config, job.args, log=log))
-        critic = ServedCritic(built[0], job.config.trainer, is_apart=True, log=log)
+        critic = ServedCritic(built[0], job.config.trainer, is_separate=True, log=log)
         critic.model.update = _meeting(critic.model.update, target, CRITIC, "actor")
         update = critic.update
 

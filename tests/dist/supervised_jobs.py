@@ -20,7 +20,7 @@ def learn_both(flags: list[str], target: str, *, equal_rewards: bool) -> dict[st
     models = build_models(flags)
     rows = read_mixed(models.job.spec, date=None)
     assert rows is not None
-    models.learner.taught = MixedDemonstrations(models.job, rows)
+    models.learner.demonstrations = MixedDemonstrations(models.job, rows)
     table = models.samples()
     if equal_rewards:
         table = dataclasses.replace(table, rewards=np.ones(len(table)))

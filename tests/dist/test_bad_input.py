@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.observe import own_folders
+from mcore_rl.observe import run_lock
 from tests.bad_input_cases import Case, assert_says, parse_cases, table, tokens_of
 from tests.bad_input_folder import SECOND, remove, write
 from tests.megatron_sources import installed_megatron, write_version
@@ -233,7 +233,7 @@ def test_mistake_found_while_importing_is_reported_though_rank_0_is_ended(
 def test_folder_of_another_run_is_refused(flag: str, ranks: RankPool, here: Path) -> None:
     """Also where the directories differ and the checkpoints would overwrite each other."""
     (here / "taken").mkdir()
-    with (here / "taken" / own_folders.LOCK).open("w") as other_run:
+    with (here / "taken" / run_lock.LOCK).open("w") as other_run:
         fcntl.flock(other_run, fcntl.LOCK_EX)
         says = [f"{flag} {here}/taken is in use by another run", "wait until"]
         assert_ends(ranks, Case("taken", says, {flag: str(here / "taken")}), here)
@@ -265,4 +265,4 @@ def test_ranks_without_a_run_directory_agree_on_a_new_one(ranks: RankPool, here:
     assert first == second
     assert re.fullmatch(r"runs/mine-\d{8}-\d{6}\.\d{3}", first)
     for held in (here / first, here / first / "checkpoints"):
-        assert (held / own_folders.LOCK).is_file()
+        assert (held / run_lock.LOCK).is_file()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mcore_rl.observe import own_folders
+from mcore_rl.observe import run_lock
 from mcore_rl.observe.run_directory import read_metrics
 from mcore_rl.trainer.resume import folders
 from tests.conftest import load_script
@@ -181,7 +181,7 @@ def test_vllm_raising_while_it_generates_ends_all_ranks_and_names_the_one(tmp_pa
     assert folders.complete_steps(tmp_path / "run" / "checkpoints") == [1]
     assert folders.damage(tmp_path / "run" / "checkpoints", 1) == []
     assert sorted(os.listdir(tmp_path / "run" / "checkpoints")) == [
-        own_folders.LOCK,
+        run_lock.LOCK,
         "iter_0000001",
         "latest_checkpointed_iteration.txt",
     ]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from mcore_rl.observe import own_folders
+from mcore_rl.observe import run_lock
 from mcore_rl.observe.run_directory import read_config
 from tests.conftest import load_script
 from tests.e2e.recipe import (
@@ -291,6 +291,6 @@ def test_nothing_is_left_in_the_folder_of_checkpoints_but_checkpoints(
     *_, resumed = runs
     names = {"iter_0000002", "iter_0000004", "latest_checkpointed_iteration.txt"}
     folder = resumed.folder / "checkpoints"
-    assert {path.name for path in folder.iterdir()} - {"critic"} == {*names, own_folders.LOCK}
+    assert {path.name for path in folder.iterdir()} - {"critic"} == {*names, run_lock.LOCK}
     if (folder / "critic").is_dir():
         assert {path.name for path in (folder / "critic").iterdir()} == names

@@ -15,7 +15,7 @@ from mcore_rl.flags.derived import derive_flags
 from mcore_rl.job.reading import make_parser
 from mcore_rl.model.architecture_flags import megatron_flags
 from mcore_rl.model.config_json import read_model_shape
-from mcore_rl.observe import own_folders
+from mcore_rl.observe import run_lock
 from mcore_rl.observe.run_directory import read_config
 from mcore_rl.observe.timeline import TRAINER, read_timeline
 from tests.e2e.recipe import metrics_of, run_job, task_flags
@@ -238,4 +238,4 @@ def test_fork_brings_its_own_parser_and_model(
     assert built == [["GPTModel"]] * 2
     assert metrics_of(tmp_path / "fork")[0]["kl/rollout_actor"] < 0.01
     for held in (tmp_path / "fork", tmp_path / "fork" / "checkpoints"):
-        assert (held / own_folders.LOCK).is_file()
+        assert (held / run_lock.LOCK).is_file()

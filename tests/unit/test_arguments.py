@@ -13,8 +13,8 @@ import yaml
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameter
 from mcore_rl.config import RLConfig, flags
-from mcore_rl.flags.given import expand_config, given_values
 from mcore_rl.flags.megatron_flags import SHARED_RL
+from mcore_rl.flags.parsed_flags import expand_config, given_values
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job import reading
 from mcore_rl.megatron.adapter import make_parser

@@ -12,7 +12,7 @@ import yaml
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
-from mcore_rl.flags.given import as_config, expand_config, given_values, without_flags
+from mcore_rl.flags.parsed_flags import as_config, expand_config, given_values, without_flags
 from mcore_rl.flags.parser import add_rl_args, with_rl_args
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mcore_rl.batching.rows import positions_on_cp_rank
 from mcore_rl.common.errors import UsageError
-from mcore_rl.flags.given import given_values
+from mcore_rl.flags.parsed_flags import given_values
 from tests.rank_pool import RankPool
 
 SETUP = """

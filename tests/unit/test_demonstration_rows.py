@@ -112,7 +112,7 @@ def test_all_turns_of_a_response_are_learned() -> None:
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
     result = {"role": "tool", "content": "2"}
     fields = {"prompt": "1+1", "response": [call, result, TWO]}
-    assert read(fields).taught == (1, 3) and read(fields, loss_on="last").taught == (3,)
+    assert read(fields).learned == (1, 3) and read(fields, loss_on="last").learned == (3,)
     asked = {"prompt": [ASKED, call], "response": [result, TWO]}
     assert read(asked).prompt == [ASKED, call, result, TWO]
 
@@ -126,7 +126,7 @@ def test_marked_turn_is_not_learned(name: str, no: Any) -> None:
     marked = [ASKED, {**TWO, name: no}, AGAIN, {**FOUR, name: 1}]
     assert read({"prompt": marked}) == ([ASKED, TWO, AGAIN, FOUR], (3,), None)
     pair = {"prompt": "1+1", "chosen": marked[1:], "rejected": "3"}
-    assert sides(pair)[0].taught == (3,)
+    assert sides(pair)[0].learned == (3,)
 
 
 def test_marks_of_other_roles_ask_for_nothing() -> None:
@@ -168,15 +168,15 @@ def test_common_beginning_of_two_conversations_is_the_prompt(prompt: Any) -> Non
 def test_turns_before_the_first_difference_are_not_learned() -> None:
     both = [ASKED, TWO, AGAIN]
     chosen, rejected = sides({"chosen": [*both, FOUR], "rejected": [*both, TEN]})
-    assert chosen.taught == rejected.taught == (3,)
+    assert chosen.learned == rejected.learned == (3,)
     chosen, rejected = sides(
         {"chosen": [ASKED, TWO, AGAIN, FOUR], "rejected": [ASKED, TEN, AGAIN, FOUR]}
     )
-    assert chosen.taught == rejected.taught == (1, 3)
+    assert chosen.learned == rejected.learned == (1, 3)
 
 
 def test_equal_sides_differ_in_their_last_message() -> None:
-    assert sides({"chosen": [ASKED, TWO], "rejected": [ASKED, TWO]})[1].taught == (1,)
+    assert sides({"chosen": [ASKED, TWO], "rejected": [ASKED, TWO]})[1].learned == (1,)
 
 
 def test_one_side_may_repeat_the_prompt() -> None:
@@ -232,7 +232,7 @@ NO_ENDS = (
 )
 
 
-def taught_texts(
+def learned_texts(
     messages: list[dict[str, Any]], template: str, *, eos: str = "<eos>", append_end: bool = False
 ) -> tuple[list[str], Demonstrated]:
     """The texts of a conversation, learned ones at odd places."""
@@ -240,7 +240,7 @@ def taught_texts(
     row = read({"prompt": messages})
     found = demonstrated(
         ChatTokenizer(tokenizer),
-        {"messages": row.prompt, "taught": row.taught},
+        {"messages": row.prompt, "learned": row.learned},
         TooLong(tokenizer, 500),
         append_end=append_end,
     )
@@ -251,20 +251,20 @@ def taught_texts(
 
 def test_turn_without_an_end_token_is_reported_or_gets_one() -> None:
     turns = [ASKED, TWO, AGAIN, FOUR]
-    _, found = taught_texts(turns, NO_ENDS)
+    _, found = learned_texts(turns, NO_ENDS)
     assert found.left_out == [NO_END]
-    texts, found = taught_texts(turns, NO_ENDS, append_end=True)
+    texts, found = learned_texts(turns, NO_ENDS, append_end=True)
     assert texts[1::2] == ["2<eos>", "4<eos>"] and found.left_out == []
     assert texts[2] == "\n\n### user:\n2+2\n\n### assistant:\n" and texts[-1] == "\n\n"
 
 
 def test_turn_that_ends_in_a_token_that_ends_no_response_is_reported_or_gets_one() -> None:
-    _, found = taught_texts([ASKED, TWO], CHATML, eos="<eos>")
+    _, found = learned_texts([ASKED, TWO], CHATML, eos="<eos>")
     assert found.left_out == [NO_END]
-    texts, _ = taught_texts([ASKED, TWO], CHATML, eos="<eos>", append_end=True)
+    texts, _ = learned_texts([ASKED, TWO], CHATML, eos="<eos>", append_end=True)
     assert texts[1] == "2<|im_end|><eos>"
     for append_end in (False, True):
-        texts, found = taught_texts([ASKED, TWO], CHATML, eos="<|im_end|>", append_end=append_end)
+        texts, found = learned_texts([ASKED, TWO], CHATML, eos="<|im_end|>", append_end=append_end)
         assert texts[1] == "2<|im_end|>" and found.left_out == []
 
 
@@ -273,7 +273,7 @@ NEEDS_MESSAGES = "{% if messages[0].role == 'system' %}{{ '!' }}{% endif %}" + C
 
 @pytest.mark.parametrize("template", [CHATML, NEEDS_MESSAGES, NO_ENDS])
 def test_conversation_that_the_assistant_begins_is_learned(template: str) -> None:
-    texts, _ = taught_texts([TWO, ASKED, TEN], template, eos="<|im_end|>", append_end=True)
+    texts, _ = learned_texts([TWO, ASKED, TEN], template, eos="<|im_end|>", append_end=True)
     assert texts[1::2] == ["2<|im_end|>", "10<|im_end|>"]
     assert texts[0] in ("<|im_start|>assistant\n", "### assistant:\n")
 

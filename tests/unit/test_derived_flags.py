@@ -25,10 +25,10 @@ from mcore_rl.flags.derived import (
     derive_flags,
     with_effect,
 )
-from mcore_rl.flags.given import expand_config, given_values
+from mcore_rl.flags.inert_flags import _HYBRID_SPECS
 from mcore_rl.flags.megatron_flags import ARCHITECTURE, WITHOUT_EFFECT_DESTS
+from mcore_rl.flags.parsed_flags import expand_config, given_values
 from mcore_rl.flags.parser import add_rl_args
-from mcore_rl.flags.unread import _HYBRID_SPECS
 from mcore_rl.job.reading import make_parser
 from mcore_rl.job.validation import check_megatron_accepts
 from mcore_rl.megatron import adapter as megatron_adapter

@@ -42,7 +42,7 @@ WITHOUT_FLAG = {
     "mcore_rl/model/layout.py::pipeline_layers": "three flags that make the chunks",
     "mcore_rl/megatron/hf_checkpoint.py::_require_finite": "a tensor of one of several checkpoints",
     # What argparse says of no argument: what is missing, for example.
-    "mcore_rl/flags/given.py::parse_known": "no argument",
+    "mcore_rl/flags/parsed_flags.py::parse_known": "no argument",
     "mcore_rl/common/errors.py::CommandParser": "no argument",
 }
 

@@ -16,7 +16,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters
 from mcore_rl.config import RLConfig, config_from
 from mcore_rl.data.prompts import PromptSources
-from mcore_rl.flags.given import given_values, import_given_files
+from mcore_rl.flags.parsed_flags import given_values, import_given_files
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rollout.comparison import GroupComparison, Selection

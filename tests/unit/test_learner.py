@@ -184,7 +184,7 @@ def learner_of(
     critic = None
     if config.recipe.needs_critic:
         model: Any = ScriptedCritic(log)
-        critic = StepCritic(LocalRole(ServedCritic(model, config.trainer, is_apart=False)))
+        critic = StepCritic(LocalRole(ServedCritic(model, config.trainer, is_separate=False)))
     reference = ReferencePolicy(actor.state) if config.recipe.needs_reference else None
     rewards = RewardSpec((ENVIRONMENT, "a", "b"), (turn_weight,) * 3, None, 1.0)
     job: Any = SimpleNamespace(

@@ -17,7 +17,7 @@ from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.config import RLConfig
 from mcore_rl.flags import classes as flag_classes
 from mcore_rl.flags import megatron_flags
-from mcore_rl.flags.given import expand_config, given_values
+from mcore_rl.flags.parsed_flags import expand_config, given_values
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job import preflight
 from mcore_rl.job.facts import Facts, Refusals, Source

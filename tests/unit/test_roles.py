@@ -36,7 +36,7 @@ from tests.held import table_of, tokens_of, train_batch
 def test_all_ranks_have_all_roles_without_flags():
     roles = parse_roles(4)
     assert roles.actor == roles.ranks(CRITIC) == roles.ranks(REWARD) == (0, 1, 2, 3)
-    assert not roles.is_apart(CRITIC) and not roles.is_apart(REWARD)
+    assert not roles.is_separate(CRITIC) and not roles.is_separate(REWARD)
     assert [roles.role_of(rank) for rank in range(4)] == [ACTOR] * 4
 
 
@@ -44,7 +44,7 @@ def test_ranges_take_ranks_from_the_actor():
     roles = parse_roles(10, "4-5,8", "9")
     assert roles.critic == (4, 5, 8) and roles.reward == (9,)
     assert roles.actor == (0, 1, 2, 3, 6, 7)
-    assert roles.is_apart(CRITIC) and roles.is_apart(REWARD) and not roles.is_apart(ACTOR)
+    assert roles.is_separate(CRITIC) and roles.is_separate(REWARD) and not roles.is_separate(ACTOR)
     assert [roles.role_of(rank) for rank in (3, 5, 9)] == [ACTOR, CRITIC, REWARD]
     assert describe_ranks(roles.actor) == "ranks 0-3, 6-7"
     assert describe_ranks(roles.reward) == "rank 9"
@@ -53,8 +53,11 @@ def test_ranges_take_ranks_from_the_actor():
 def test_engines_take_ranks_from_the_actor():
     roles = parse_roles(8, critic="3", rollout="4-7")
     assert roles.actor == (0, 1, 2) and roles.rollout == roles.ranks(ROLLOUT) == (4, 5, 6, 7)
-    assert roles.is_apart(ROLLOUT) and [roles.role_of(rank) for rank in (3, 7)] == [CRITIC, ROLLOUT]
-    assert not parse_roles(8).is_apart(ROLLOUT)
+    assert roles.is_separate(ROLLOUT) and [roles.role_of(rank) for rank in (3, 7)] == [
+        CRITIC,
+        ROLLOUT,
+    ]
+    assert not parse_roles(8).is_separate(ROLLOUT)
 
 
 @pytest.mark.parametrize(

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint import save as save_checkpoint
 from mcore_rl import train
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
-from mcore_rl.data.drawn import Begin, changes_between, continued
 from mcore_rl.data.prompts import PromptSources
+from mcore_rl.data.source_position import Begin, changes_between, continued
 from mcore_rl.job import start as start_module
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.observe.stage_timers import StageTimers

@@ -502,7 +502,7 @@ def test_own_data_command_of_the_readme_keeps_its_prompts(script, parser, checkp
     """GSM8K's questions are longer than the limits of the tiny task."""
     from mcore_rl.config import config_from
     from mcore_rl.data.prompts import load_prompt_files
-    from mcore_rl.flags.given import expand_config, given_values
+    from mcore_rl.flags.parsed_flags import expand_config, given_values
     from mcore_rl.job.batches import check_lengths
     from mcore_rl.model.config_json import read_model_shape
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.config import RLConfig
-from mcore_rl.data.drawn import Begin
+from mcore_rl.data.source_position import Begin
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.rollout.branch import Branch
 from mcore_rl.trainer import sampling as sampling_module

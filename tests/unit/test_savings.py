@@ -18,7 +18,7 @@ from mcore_rl.planner.activations import layer_terms, logits_bytes, train_activa
 from mcore_rl.planner.models import TrainedModel
 from mcore_rl.planner.savings import memory_lines, recompute_saving
 from mcore_rl.planner.settings import Recompute, TrainSettings
-from mcore_rl.trainer.case import activation_settings, model_of_args
+from mcore_rl.trainer.plan_inputs import activation_settings, model_of_args
 from tests.live_bytes import LiveBytes
 from tests.model_shapes import published_shape, small_shape
 

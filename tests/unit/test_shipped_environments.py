@@ -187,8 +187,8 @@ def test_sandbox_runs_in_workers_of_environments_and_rewards(tmp_path):
     right = "```python\ndef f(x): return x + 1\n```"
     # With this machine's protection, in processes that cannot make namespaces.
     with Supervisor() as supervisor:
-        is_apart = supervisor.level().name == BUBBLEWRAP
-    right += f"\n{right[:-3]}import os; assert (os.getcwd() == '/sandbox') == {is_apart}\n```"
+        is_confined = supervisor.level().name == BUBBLEWRAP
+    right += f"\n{right[:-3]}import os; assert (os.getcwd() == '/sandbox') == {is_confined}\n```"
     connects = "```python\nimport socket; socket.socket()\n```"
     row = Prompt(0, "write f", ["assert f(1) == 2"], np.zeros(0, np.int32))
     with EnvironmentPool(EnvironmentSpec("python_sandbox", PATIENT_SECONDS, 2.0)) as pool:

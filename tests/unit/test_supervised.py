@@ -429,7 +429,7 @@ def test_plan_counts_the_micro_batches_of_demonstrations(folder: Path) -> None:
         alone = read_command_line([*tokens, *step]).case
         mixed = read_command_line([*tokens, *step, *demonstrations]).case
         assert mixed.training.num_micro_batches == alone.training.num_micro_batches == samples
-        assert mixed.training.num_taught_micro_batches == 3
+        assert mixed.training.num_demonstration_micro_batches == 3
         # The first stage holds up to two micro-batches, the last one.
         (fewer, last), (more, last_too) = (
             train_activation_bytes(case.actor) for case in (alone, mixed)

@@ -292,9 +292,9 @@ def test_each_sample_has_the_scores_of_its_own_teacher() -> None:
     mask = of_step.mask(batch)
     assert mask is not None
     masks = mask.split(batch.lengths.tolist())
-    for sample, scores, is_taught in zip(batch.sample_ids.tolist(), found, masks, strict=True):
+    for sample, scores, is_learned in zip(batch.sample_ids.tolist(), found, masks, strict=True):
         expected = -1.0 - numbers[sample] if sample != 2 else 0.0
-        assert set(scores.tolist()) == {expected} and set(is_taught.tolist()) == {sample != 2}
+        assert set(scores.tolist()) == {expected} and set(is_learned.tolist()) == {sample != 2}
     nobody = StepTeachers(teachers, lambda _: np.full(4, -1))
     nobody.divide(None, table)
     assert not nobody.begin(step)().any() and not nobody.mask(batch).any()

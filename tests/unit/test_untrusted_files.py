@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from mcore_rl.common.errors import UsageError
 from mcore_rl.data.prompt_file import PromptSource
 from mcore_rl.data.prompts import load_prompts
-from mcore_rl.flags.given import expand_config
+from mcore_rl.flags.parsed_flags import expand_config
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.megatron.hf_checkpoint import open_checkpoint
 from mcore_rl.model.config_json import read_model_shape

@@ -26,8 +26,8 @@ from mcore_rl.data.options import DataOptions
 from mcore_rl.data.prompt_file import read_rows
 from mcore_rl.data.prompts import prompt_source
 from mcore_rl.data.sources import SourceSpec
-from mcore_rl.flags.given import as_config, expand_config, given_values, import_given_files
 from mcore_rl.flags.pages import BEGIN, END, flags_page, help_text, parameter_table
+from mcore_rl.flags.parsed_flags import as_config, expand_config, given_values, import_given_files
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job import preflight, resolver
 from mcore_rl.job.facts import Source

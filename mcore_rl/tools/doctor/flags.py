@@ -16,8 +16,8 @@ from mcore_rl.common.machine import machine_memory
 from mcore_rl.common.platform import Platform
 from mcore_rl.config import flags
 from mcore_rl.flags.classes import notes
-from mcore_rl.flags.given import FlagNames, expand_config, import_given_files
 from mcore_rl.flags.megatron_flags import SHARED_RL
+from mcore_rl.flags.parsed_flags import FlagNames, expand_config, import_given_files
 from mcore_rl.job.choices import choose, with_chosen
 from mcore_rl.job.facts import Facts, Refusals, Source
 from mcore_rl.job.reading import make_parser

@@ -19,7 +19,7 @@ from mcore_rl.planner.settings import GB
 from mcore_rl.spec import LaidOut
 from mcore_rl.tools.doctor.finding import BATCHES, PLAN, Finding, green, red, yellow
 from mcore_rl.tools.plan.command_line import read_command_line
-from mcore_rl.trainer.case import has_slow_products
+from mcore_rl.trainer.plan_inputs import has_slow_products
 
 _GIB = 1 << 30
 

@@ -15,7 +15,6 @@ from mcore_rl.config import RLConfig
 from mcore_rl.data.assistant_turns import NO_END
 from mcore_rl.data.chat import ADDED_END
 from mcore_rl.data.demonstrations import Demonstrations, load_supervised_files
-from mcore_rl.data.drawn import changes_between
 from mcore_rl.data.options import CONTINUE, RESTART, STOP
 from mcore_rl.data.prompt_file import PromptSource
 from mcore_rl.data.prompt_file import check_prompts as count_prompts
@@ -27,6 +26,7 @@ from mcore_rl.data.prompts import (
     prompt_source,
 )
 from mcore_rl.data.row_notes import lines_of
+from mcore_rl.data.source_position import changes_between
 from mcore_rl.data.sources import SourceSpec
 from mcore_rl.data.tokenizer import HOW_TO_END, missing_end
 from mcore_rl.environments.interface import EnvironmentSpec

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from mcore_rl.common.errors import CORRECT, CommandParser, UsageError, as_flag, check_output_file
 from mcore_rl.common.platform import Platform
-from mcore_rl.flags.given import expand_config, import_given_files
+from mcore_rl.flags.parsed_flags import expand_config, import_given_files
 from mcore_rl.hybrid_engine.plan.buckets import frame_of, slot_bytes
 from mcore_rl.hybrid_engine.plan.placement import Placement
 from mcore_rl.model.config_json import ModelShape, read_model_shape
@@ -192,7 +192,7 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
 def _case(facts: Facts, options: argparse.Namespace) -> Case:
     # Imported late, because they import torch.
     from mcore_rl.hybrid_engine.options import ranks_per_node
-    from mcore_rl.trainer.case import case_of, trained_critic, with_teachers
+    from mcore_rl.trainer.plan_inputs import case_of, trained_critic, with_teachers
 
     config, actor, rollout, roles = facts.config, facts.actor, facts.rollout, facts.roles
     assert config and actor and rollout and roles, "nothing was refused"
@@ -367,8 +367,8 @@ def _notes_on_engines(
         backends = SPLITS_SHARED_EXPERTS
         other = replace(rollout, all2all_backend=backends[0])
         split = Placement(shape, placement.train, placement.layers, other)
-        is_apart = config.rollout.rollout_ranks is not None
-        least = split.resident_bytes if is_apart else split.lower_bound_bytes
+        is_separate = config.rollout.rollout_ranks is not None
+        least = split.resident_bytes if is_separate else split.lower_bound_bytes
         yield (
             "in this layout vLLM keeps shared experts whole on every rank; "
             f"--rl-rollout-all2all-backend with one of {', '.join(backends)} splits them, where "

@@ -180,7 +180,7 @@ def _candidates(
             continue
         if transfer_seconds is None:  # takes seconds to plan, and splits hardly differ in it
             moved = adapters_of(other) or placement_of(other)
-            traffic = traffic_of(moved, (), other.machine, is_apart=True)
+            traffic = traffic_of(moved, (), other.machine, is_separate=True)
             transfer_seconds = traffic.seconds(other.machine)
         found += [
             Candidate(

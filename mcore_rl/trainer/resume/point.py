@@ -17,9 +17,9 @@ from mcore_rl.common.agreement import agreed
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
 from mcore_rl.data.demonstrations import Drawn
-from mcore_rl.data.drawn import Begin, changes_between, continued
 from mcore_rl.data.options import CONTINUE, RESTART, STOP
 from mcore_rl.data.prompts import PromptSources
+from mcore_rl.data.source_position import Begin, changes_between, continued
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.megatron.hf_checkpoint import fingerprint
 from mcore_rl.megatron.rng import RngState

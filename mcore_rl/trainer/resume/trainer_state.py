@@ -28,7 +28,7 @@ from torch.distributed.checkpoint import load as load_checkpoint
 from mcore_rl.common import objects
 from mcore_rl.common.errors import UsageError, not_held
 from mcore_rl.common.readers import InvalidData, finite_number, integer_within, parse_json
-from mcore_rl.data.drawn import Begin
+from mcore_rl.data.source_position import Begin
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.trainer.resume.folders import complete_steps, iteration_name

@@ -307,10 +307,15 @@ class ServedCritic:
     """
 
     def __init__(
-        self, model: Critic, options: TrainerOptions, *, is_apart: bool, log: TextIO | None = None
+        self,
+        model: Critic,
+        options: TrainerOptions,
+        *,
+        is_separate: bool,
+        log: TextIO | None = None,
     ) -> None:
-        """On ranks of its own (`is_apart`) it reports the time and memory that it takes."""
-        self.model, self._options, self._is_apart, self._log = model, options, is_apart, log
+        """On ranks of its own (`is_separate`) it reports the time and memory that it takes."""
+        self.model, self._options, self._is_separate, self._log = model, options, is_separate, log
         self.batch: TrainBatch | None = None  # of the step, this rank's part
         self._step: _Step | None = None
         self._seconds: dict[str, float] = {}
@@ -382,7 +387,7 @@ class ServedCritic:
 
     def _metrics(self) -> dict[str, float]:
         found = {"critic/learning_rate": self.model.optimizer.learning_rate}
-        if self._is_apart:
+        if self._is_separate:
             host_bytes, device_bytes = highest_bytes()
             peaks = torch.tensor(
                 [host_bytes, device_bytes], dtype=torch.float64, device=self.model.runner.device

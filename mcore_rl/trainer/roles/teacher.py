@@ -286,8 +286,8 @@ class StepTeachers:
         step have one."""
         if (self._numbers >= 0).all():
             return None
-        is_taught = torch.from_numpy(self._numbers[batch.sample_ids.numpy()] >= 0)
-        return is_taught.repeat_interleave(batch.lengths)
+        is_learned = torch.from_numpy(self._numbers[batch.sample_ids.numpy()] >= 0)
+        return is_learned.repeat_interleave(batch.lengths)
 
     def begin(self, batch: StepBatch) -> Callable[[], torch.Tensor]:
         """Request scores; the returned function waits for the `[t, 1 + m]` of `batch.actor`, 0 for

@@ -117,7 +117,7 @@ def test_start_is_refused_for_the_side_that_does_not_fit() -> None:
 
 def test_engines_on_all_ranks_are_planned_as_before() -> None:
     case = llama()
-    assert not case.is_apart
+    assert not case.is_separate
     assert UPDATE not in {phase.name for phase in plan_case(case).memory.phases}
 
 
@@ -148,7 +148,7 @@ def test_engines_needs_are_covered_once_by_what_trainers_hold(case: Case) -> Non
     placement = placement_of(case)
     num_trainers, slots = case.train.world_size, case.rollout.world_size
     near = Neighbourhoods.alike(num_trainers + slots)
-    plan = plan_moves(placement, range(slots), near, is_apart=True)
+    plan = plan_moves(placement, range(slots), near, is_separate=True)
     for slot in range(slots):
         for name, (box,) in placement.needed[placement.slot_class[slot]].items():
             arriving = [
@@ -164,7 +164,7 @@ def test_engines_on_other_nodes_fetch_shards_once_per_node() -> None:
     """Two nodes of 8: trainers, and two engines of TP4, whose equal ranks forward to each other."""
     case = apart(8, case_of("llama-3.1-8b", TrainLayout(16, 4), RolloutLayout(16, 4, False)))
     placement = placement_of(case)
-    traffic = traffic_of(placement, (), case.machine, is_apart=True)
+    traffic = traffic_of(placement, (), case.machine, is_separate=True)
     model = sum(info.num_bytes for info in placement.infos.values())
     assert traffic.received_other_nodes.sum() == model
     assert traffic.received_own_node.sum() == resident_of(case).sum() - model

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.observe import own_folders
+from mcore_rl.observe import run_lock
 
 HOLDS = """
 import sys, time
 from pathlib import Path
-from mcore_rl.observe.own_folders import hold
+from mcore_rl.observe.run_lock import hold
 hold(Path(sys.argv[1]), "--rl-run-dir")
 print("held", flush=True)
 time.sleep(300)
@@ -41,20 +41,20 @@ def test_folder_is_refused_while_other_run_holds_it(
     (tmp_path / "other_name").symlink_to(tmp_path / "run")
     for name in ("run", "other_name"):
         with pytest.raises(UsageError, match=f"process {other.pid} on ") as refused:
-            own_folders.hold(tmp_path / name, "--save")
+            run_lock.hold(tmp_path / name, "--save")
         assert refused.value.flag == f"--save {tmp_path / name}"
         assert "another folder" in refused.value.remedy
     other.kill()
     other.wait()
-    own_folders.hold(tmp_path / "run", "--save")
-    own_folders.hold(tmp_path / "other_name", "--rl-run-dir")  # its own is not another run's
+    run_lock.hold(tmp_path / "run", "--save")
+    run_lock.hold(tmp_path / "other_name", "--rl-run-dir")  # its own is not another run's
 
 
 def test_directories_made_at_same_time_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    made = [own_folders.make_directory("a b") for _ in range(20)]
+    made = [run_lock.make_directory("a b") for _ in range(20)]
     assert len(set(made)) == 20 and all(folder.is_dir() for folder in made)
     assert all(re.fullmatch(r"a b-\d{8}-\d{6}\.\d{3}", folder.name) for folder in made)
 
@@ -65,4 +65,4 @@ def test_directory_that_cannot_be_made_is_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").write_text("")
     with pytest.raises(UsageError, match="--rl-run-name a: .*cannot be made.*; give --rl-run-dir"):
-        own_folders.make_directory("a")
+        run_lock.make_directory("a")

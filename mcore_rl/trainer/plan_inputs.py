@@ -217,7 +217,7 @@ def _with_demonstrations(
         return settings
     rows = config.supervised.rows_per_step // config.trainer.num_mini_batches
     more = settings.micro_batches_of(rows, train.dp_size, _multiple_of(values, train, layers))
-    return replace(settings, num_taught_micro_batches=more)
+    return replace(settings, num_demonstration_micro_batches=more)
 
 
 def _multiple_of(values: Mapping[str, Any], train: TrainLayout, layers: PipelineLayers) -> int:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_rl.data.apportionment import Apportionment
-from mcore_rl.data.drawn import Begin, changes_between, continued
 from mcore_rl.data.prompts import PromptSources
+from mcore_rl.data.source_position import Begin, changes_between, continued
 from mcore_rl.data.sources import SourceSpec
 from tests.prompt_tables import dataset, one_source, sources
 

@@ -22,7 +22,7 @@ from mcore_rl.common.version import VERSION
 # Each is a module `mcore_rl.tools.<name>.command` with `add_flags(parser)`, which also describes
 # the command, and `main(options, others)`, which returns the exit code.
 _COMMANDS = {
-    "plan": "what a job needs and moves, before there is one",
+    "plan": "memory and traffic of a job",
     "doctor": "an installation and a command line, checked before a GPU is taken",
     "report": "what a run did, or two, as one HTML page",
 }

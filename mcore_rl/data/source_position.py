@@ -1,4 +1,4 @@
-"""What a run has drawn of its sources, and how it goes on with others.
+"""Position of a run in its sources of prompts, and resuming with other sources.
 
 A fingerprint of several sources is the JSON of the prompts per step, and of name, share and
 fingerprint of each. That of a single source is its own.
@@ -98,8 +98,8 @@ def continued(before: str, begin: Begin, position: int, now: str) -> Begin:
     """Return where a run begins to draw from the sources of fingerprint `now`, after `position`
     draws of which those from `begin` on were of the sources `before`.
 
-    A source that has the same prompts goes on after the last one drawn of it; others begin with the
-    first.
+    A source that has the same prompts continues after the last one drawn of it; others begin with
+    the first.
     """
     old, new = _facts(before), _facts(now)
     if not old.units:

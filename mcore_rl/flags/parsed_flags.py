@@ -188,7 +188,7 @@ def _text_of(value: Any) -> str:
     """As it is written on a command line."""
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         kind = "nothing" if value is None else f"a {type(value).__name__}"
-        raise InvalidData(f"has {kind} where a text or a number belongs")
+        raise InvalidData(f"has {kind} in place of a string or a number")
     try:
         text = str(value)
         text.encode()

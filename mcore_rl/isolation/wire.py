@@ -41,7 +41,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """The answer to a request: a value of JSON, not checked any further."""
+    """The answer to a request: an unvalidated JSON value."""
 
     value: Any
 
@@ -92,7 +92,7 @@ def answer_of(message: bytes, turn: int) -> Answer | Failed | UsageError:
 def as_text(value: object) -> str:
     """Return a text, shortened; InvalidData for anything else."""
     if not isinstance(value, str):
-        raise InvalidData(f"a {type(value).__name__} where a text belongs")
+        raise InvalidData(f"expected a string, got a {type(value).__name__}")
     return shortened(value)
 
 
@@ -105,7 +105,7 @@ def as_integer(value: object) -> int:
 
 
 class Reader:
-    """An assembler of messages from a stream of bytes."""
+    """Reassembles messages from a byte stream."""
 
     def __init__(self, limit: int) -> None:
         """`limit` is the maximum length of a message, in bytes."""

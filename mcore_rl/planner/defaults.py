@@ -50,7 +50,7 @@ def packed_tokens(case: Case, *, longest: int, samples: int, host: Host | None) 
 
 
 def with_packed_tokens(case: Case, tokens: int, samples: int) -> Case:
-    """Return the case with micro-batches of at most so many tokens, of `samples` a mini-batch."""
+    """Return the case with micro-batches of at most this many tokens, of `samples` a mini-batch."""
 
     def change(settings: TrainSettings) -> TrainSettings:
         packed = replace(settings, packed_tokens=tokens)

@@ -57,7 +57,7 @@ def recompute_saving(model: TrainedModel) -> RecomputeSaving:
 def _recompute_line(model: TrainedModel, saving: RecomputeSaving) -> str:
     at_peak = f"{shown_bytes(saving.peak_bytes)} at the peak of an update"
     if saving.peak_bytes <= 0:
-        at_peak = "nothing at the peak of an update, where all of it is there again at once"
+        at_peak = "no saving at the update's peak"
     return (
         f"activation recomputation ({model.training.recompute.describe()}), computed for fused "
         f"kernels: the layers of pipeline stage {saving.stage} keep "

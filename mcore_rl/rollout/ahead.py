@@ -388,7 +388,7 @@ class AheadSampler:
 
     def _fingerprint(self, origin: Sequence[Any]) -> str:
         """Return a line that names what the responses of a finished group depend on, besides what
-        weights have learnt. Rewards are not part of it: what a group lacks is requested again."""
+        weights have learned. Rewards are not part of it: what a group lacks is requested again."""
         options = dataclasses.asdict(self._options)
         kept = ("temperature", "top_p", "top_k", "max_response_tokens", "stop")
         begin = dataclasses.asdict(self._prompts.begin)

@@ -25,7 +25,7 @@ from mcore_rl.data.prompts import PromptSources
 _FILE = "curriculum.safetensors"
 _CHUNK = 1024  # prompts looked at together
 _NEITHER = 0.5  # accuracy of a prompt that is not passed over
-_EPOCHS = 4  # a prompt that is drawn less often is drawn in one of so many
+_EPOCHS = 4  # a prompt that is drawn less often is drawn once in this many epochs
 
 
 @dataclass(frozen=True, slots=True)

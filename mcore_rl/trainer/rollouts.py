@@ -122,7 +122,7 @@ class LocalRollouts(Rollouts):
         self._collector.save(folder)
 
     def saved(self) -> None:
-        """Do nothing: nothing else has what the checkpoint has."""
+        """Do nothing: no other copy exists."""
 
     def abandon(self) -> None:
         """Do nothing: `close` does not wait."""

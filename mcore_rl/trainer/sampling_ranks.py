@@ -70,7 +70,7 @@ class SamplingRanks:
     ) -> dict[str, Any]:
         """Prepare the sampling of a run that has drawn `position` prompts, whose state is in
         `folder`. `begin` has the fields of `Begin`; `began_with` and `branch` are those of
-        `TrainerState`. Returns what the bank has."""
+        `TrainerState`. Returns the bank's contents."""
         prompts = self._start.prompts.begun(Begin(**begin))
         path = None if folder is None else Path(folder)
         start = replace(

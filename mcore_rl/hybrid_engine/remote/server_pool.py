@@ -158,7 +158,7 @@ class ServerPool:
 
     def admit(self, max_num_seqs: Mapping[str, int], weight_version: int) -> None:
         """Give requests to these servers from now on, and to no others: they hold attested weights
-        of this version. Each gets at most so many at a time, within the pool's maximum. Raises
+        of this version. Each gets at most this many at once, within the pool's maximum. Raises
         KeyError for an unknown URL."""
         chosen = {url: self._servers[url] for url in max_num_seqs}
         for _ in self._served - chosen.keys():

@@ -84,7 +84,7 @@ class ModelReward:
         found = [
             Outcome(score)
             if math.isfinite(score)
-            else Outcome(0.0, "no number", f"the reward model's score is {score}")
+            else Outcome(0.0, "not finite", f"the reward model's score is {score}")
             for score in self.scores(sample_store, table).tolist()
         ]
         if dist.get_rank() == 0:  # all ranks have found the same

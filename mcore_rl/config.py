@@ -126,18 +126,21 @@ class TrainerOptions(Parameters):
         "export every this many steps as well, and keep the export with the best evaluation in the "
         "folder of the same name with -best; 0: only at the end",
         least=0,
+        needs=("export_hf",),
     )
     export_dtype: str = param(
         "auto",
         "dtype of the export; auto: that of --rl-hf-checkpoint, with bfloat16 for FP8 blocks; fp8: "
         "FP8 blocks, unchanged where training did not change them",
         choices=("auto", FP8),
+        needs=("export_hf",),
     )
     verify_out: str | None = param(None, "JSON file for the result of mcore_rl.verify")
     verify_megatron_only: bool = param(
         False,
         "mcore_rl.verify starts no engine: it exports what Megatron has read to --rl-export-hf and "
         "compares",
+        needs=("export_hf",),
     )
 
 
@@ -214,6 +217,12 @@ class RLConfig:
     def sections(self) -> dict[str, Parameters]:
         """Return the sections by name."""
         return {name: getattr(self, name) for name in SECTIONS}
+
+    def values(self) -> list[tuple[Parameter, Any]]:
+        """Return the flags of all sections and the given parts of the algorithm, with values."""
+        own = {k: v for section in self.sections().values() for k, v in by_flag(section).items()}
+        parts = {k: v for k, v in self.parts.items() if v is not None}
+        return [(flags()[name], value) for name, value in (own | parts).items()]
 
     def as_dict(self) -> dict[str, Any]:
         """Return every flag by name, parts of the algorithm as given or None."""

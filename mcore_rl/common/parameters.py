@@ -17,7 +17,7 @@ import functools
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -90,6 +90,8 @@ class Parameter:
     choices: tuple[str, ...] | None = None
     advice: str | None = None  # ends the sentence that refuses a value: reason and remedy
     several: bool = False  # the flag may be repeated, each time with one or more values
+    needs: tuple[str, ...] = ()  # names of parameters without all of which it has no effect
+    excludes: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name -> why
 
     @property
     def flag(self) -> str:
@@ -113,6 +115,10 @@ class Parameter:
                     remedy=self.advice or f"choose for example {self.default}",
                 )
 
+    def shown(self, value: Any) -> str:
+        """Return the flag as it is given with a value."""
+        return self.flag if self.kind is bool else f"{self.flag} {value}"
+
 
 def flag_of(field_name: str) -> str:
     """Return a field's flag: num_steps -> --rl-num-steps; import_ (a keyword) -> --rl-import."""
@@ -134,14 +140,19 @@ def param(
     below: float | None = None,
     choices: tuple[str, ...] | None = None,
     advice: str | None = None,
+    needs: tuple[str, ...] = (),
+    excludes: Mapping[str, str] | None = None,
 ) -> Any:
     """Declare a field of a `Parameters` class: its default, a line of help, and its valid values.
 
     `least` and `most` are inclusive, `above` and `below` exclusive; infinity is valid only with
-    `most=math.inf`. `advice` replaces the remedy for an invalid value.
+    `most=math.inf`. `advice` replaces the remedy for an invalid value. Names of other parameters:
+    `needs` has those of which at least one must be given, too, for this one to have an effect,
+    `excludes` those that cannot be given with it, and why. See `check_combinations`.
     """
     bounds = Bounds(least, most, above, below)
     options = {"help": help, "bounds": bounds, "choices": choices, "advice": advice}
+    options |= {"needs": needs, "excludes": excludes or {}}
     return dataclasses.field(default=default, metadata={"param": options})
 
 
@@ -156,6 +167,7 @@ class Parameters:
     """Base class of a declaration. A value out of bounds raises UsageError."""
 
     _flag_prefix = ""  # of the names of all its flags
+    _needs = ""  # name of the parameter that all others of the class need
 
     def __post_init__(self) -> None:
         for parameter in parameters_of(type(self)):
@@ -177,7 +189,7 @@ def parameters_of(declaration: type) -> tuple[Parameter, ...]:
 def _parameters_of(declaration: Any) -> tuple[Parameter, ...]:
     hints = typing.get_type_hints(declaration)
     return tuple(
-        _parameter(declaration._flag_prefix, field, hints[field.name])
+        _parameter(declaration, field, hints[field.name])
         for field in dataclasses.fields(declaration)
         if "param" in field.metadata
     )
@@ -188,14 +200,40 @@ def by_flag(parameters: Parameters) -> dict[str, Any]:
     return {p.name: getattr(parameters, p.field) for p in parameters_of(type(parameters))}
 
 
+def check_combinations(values: Iterable[tuple[Parameter, Any]]) -> None:
+    """Raise UsageError for a parameter that is given, with another value than its default, without
+    what it needs, or with what it excludes."""
+    given = {each.name: (each, value) for each, value in values if value != each.default}
+    for parameter, value in given.values():
+        if parameter.needs and not given.keys() & {*parameter.needs}:
+            flags = [flag_of(name) for name in parameter.needs]
+            listed = " or ".join(filter(None, (", ".join(flags[:-1]), flags[-1])))
+            raise UsageError(
+                f"has no effect without {listed}",
+                flag=parameter.shown(value),
+                remedy=f"add {'it' if len(flags) == 1 else 'one of them'}, or drop this flag",
+            )
+        for name, why in parameter.excludes.items():
+            if name in given:
+                other, its_value = given[name]
+                raise UsageError(
+                    f"cannot be combined with {other.shown(its_value)}: {why}",
+                    flag=parameter.shown(value),
+                    remedy="drop this flag",
+                )
+
+
 def with_values(parameters: P, values: Mapping[str, Any]) -> P:
     """Return `parameters` with the `values` that it declares, checked like any such object."""
     own = {p.name: p.field for p in parameters_of(type(parameters))}
     return dataclasses.replace(parameters, **{own[k]: v for k, v in values.items() if k in own})
 
 
-def _parameter(prefix: str, field: dataclasses.Field[Any], hint: Any) -> Parameter:
+def _parameter(declaration: Any, field: dataclasses.Field[Any], hint: Any) -> Parameter:
     options = dict(field.metadata["param"])
+    name = declaration._flag_prefix + field.name
+    if declaration._needs not in ("", name):
+        options["needs"] = (declaration._needs,)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         (hint,) = (kind for kind in typing.get_args(hint) if kind is not type(None))
     if typing.get_origin(hint) is typing.Literal:
@@ -206,4 +244,4 @@ def _parameter(prefix: str, field: dataclasses.Field[Any], hint: Any) -> Paramet
         raise TypeError(
             f"parameter {field.name} is of type {hint}; a flag is bool, int, float, str"
         )
-    return Parameter(prefix + field.name, field.name, hint, field.default, **options)
+    return Parameter(name, field.name, hint, field.default, **options)

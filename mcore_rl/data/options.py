@@ -11,6 +11,7 @@ from mcore_rl.data.sources import EVAL_PROMPTS, SourceSpec, parse_sources
 NO_CURRICULUM, DROP, DRAW_LESS = "off", "drop", "less"
 
 STOP, RESTART, CONTINUE = "stop", "restart", "continue"  # of --rl-on-changed-prompts
+_USES_TEMPLATE = {"no_chat_template": "that flag uses no template"}
 SKIP = "skip"  # of --rl-bad-rows, beside STOP
 
 ALL, LAST = "all", "last"  # of --rl-sft-loss-on
@@ -36,9 +37,13 @@ class DataOptions(Parameters):
         False, "use prompts as they are in the file, without a chat template"
     )
     chat_template: str | None = param(
-        None, "name of one of the tokenizer's chat templates, or a .jinja file"
+        None,
+        "name of one of the tokenizer's chat templates, or a .jinja file",
+        excludes=_USES_TEMPLATE,
     )
-    chat_template_kwargs: str = param("{}", "arguments of the chat template, a JSON object")
+    chat_template_kwargs: str = param(
+        "{}", "arguments of the chat template, a JSON object", excludes=_USES_TEMPLATE
+    )
     max_prompt_tokens: int = param(512, "drop and count prompts that are longer", above=0)
     bad_rows: str = param(
         STOP,
@@ -97,6 +102,7 @@ class SupervisedOptions(Parameters):
     append_end: bool = param(
         False,
         "add the model's end token to learned turns that the chat template leaves without one",
+        excludes={"no_chat_template": "without a template an end token follows every response"},
     )
     coef: float = param(
         0.0,

@@ -291,12 +291,6 @@ def chat_template(options: DataOptions, date: str | None = None) -> ChatTemplate
         kwargs = checked_kwargs(options.chat_template_kwargs, "it")
     except RejectedRow as error:
         raise UsageError(f": {error.problem}", flag=flag, remedy=error.remedy) from error
-    if options.no_chat_template and (kwargs or options.chat_template is not None):
-        raise UsageError(
-            "has no effect with --rl-no-chat-template",
-            flag=flag if kwargs else f"--rl-chat-template {options.chat_template}",
-            remedy="drop one of them",
-        )
     return ChatTemplate(options.chat_template, kwargs, date)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.parameters import Parameters, param, parameters_of
+from mcore_rl.common.parameters import Parameters, param
 from mcore_rl.data.sources import NO_ENVIRONMENT, SourceSpec
 from mcore_rl.environments.interface import FLAG, EnvironmentSpec
 from mcore_rl.environments.tool_formats import AUTO, NONE
@@ -17,6 +17,8 @@ from mcore_rl.isolation.variables import parse_environment_names
 @dataclass(frozen=True, slots=True)
 class EnvironmentOptions(Parameters):
     """The flags of environments and their turns."""
+
+    _needs = "environment"
 
     environment: str | None = param(
         None,
@@ -62,17 +64,8 @@ class EnvironmentOptions(Parameters):
     )
 
     def check(self, max_response_tokens: int) -> None:
-        """Check that the flags of turns are given with an environment, and fit the response."""
-        if self.environment is None:
-            for parameter in parameters_of(EnvironmentOptions):
-                value = getattr(self, parameter.name)
-                if value != parameter.default:
-                    raise UsageError(
-                        "has no effect without --rl-environment",
-                        flag=f"{parameter.flag} {value}",
-                        remedy="add that, or drop it",
-                    )
-        elif self.tool_parser == NONE and self.reasoning_parser != AUTO:
+        """Check that the flags of turns fit each other and the response."""
+        if self.tool_parser == NONE and self.reasoning_parser != AUTO:
             raise UsageError(
                 f"has no effect with --rl-tool-parser {NONE}",
                 flag=f"--rl-reasoning-parser {self.reasoning_parser}",

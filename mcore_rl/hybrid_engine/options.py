@@ -10,6 +10,7 @@ from mcore_rl.model.quantization import FP8
 
 # Unless the launcher reports it: the number on most machines with GPUs.
 _USUAL_RANKS_PER_NODE = 8
+_NO_SHARED_DEVICES = "there engines and training do not share devices"
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,13 @@ class EngineOptions(Parameters):
     )
     rollout_enforce_eager: bool = param(False, "disable CUDA graphs in vLLM (always on CPU)")
     rollout_offload_cuda_graphs: bool = param(
-        False, "move vLLM's CUDA graphs to host memory during training"
+        False,
+        "move vLLM's CUDA graphs to host memory during training",
+        excludes={
+            "rollout_enforce_eager": "there are no CUDA graphs",
+            "rollout_ranks": _NO_SHARED_DEVICES,
+            "rollout_servers": _NO_SHARED_DEVICES,
+        },
     )
     speculate: str = param("off", "speculative decoding: mtp:N, ngram:N (N draft tokens), or off")
     ranks_per_node: int = param(

@@ -90,17 +90,12 @@ def check_separate(config: RLConfig, roles: Roles) -> None:
         return
     separate = config.rollout.separate
     offload = config.weight_sync.offload
-    without_effect = {
-        f"--rl-offload {offload}": offload not in ("auto", "none"),
-        "--rl-rollout-offload-cuda-graphs": config.engine.rollout_offload_cuda_graphs,
-    }
-    for flag, is_given in without_effect.items():
-        if is_given:
-            raise UsageError(
-                f"has no effect with {separate}: engines and training do not share devices",
-                flag=flag,
-                remedy="drop it",
-            )
+    if offload not in ("auto", "none"):
+        raise UsageError(
+            f"has no effect with {separate}: engines and training do not share devices",
+            flag=f"--rl-offload {offload}",
+            remedy="drop it",
+        )
     if config.rollout.servers:
         _check_content_of_servers(config)
     if config.rewards.reward_model is not None and not roles.is_separate(REWARD):
@@ -177,12 +172,6 @@ def check_graphs(options: EngineOptions) -> None:
     flag = "--rl-rollout-offload-cuda-graphs"
     if not options.rollout_offload_cuda_graphs:
         return
-    if options.rollout_enforce_eager:
-        raise UsageError(
-            "has no effect with --rl-rollout-enforce-eager: there are no CUDA graphs",
-            flag=flag,
-            remedy="drop one of the two",
-        )
     if not vllm_offloads_graphs():
         raise UsageError(
             "needs a vLLM whose sleep mode offloads CUDA graphs, such as 0.32.0, and the "

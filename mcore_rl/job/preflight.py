@@ -14,6 +14,7 @@ from typing import Any
 from mcore_rl.algorithms.registry import find_advantage_estimator
 from mcore_rl.common.errors import CORRECT, UsageError, as_flag, check_length, check_output_file
 from mcore_rl.common.megatron_version import check_megatron
+from mcore_rl.common.parameters import check_combinations
 from mcore_rl.common.readers import parse_yaml
 from mcore_rl.common.user_code import import_user_file
 from mcore_rl.config import RLConfig, TrainerOptions
@@ -47,7 +48,8 @@ def check_versions() -> None:
 
 
 def check_ranges(config: RLConfig) -> None:
-    """Check each number by itself, and the parts of the algorithm together."""
+    """Check which flags go together, and the parts of the algorithm."""
+    check_combinations(config.values())
     for path in config.trainer.import_:  # for a fork that has parsed its arguments itself
         import_user_file(path)
     recipe = config.recipe
@@ -205,12 +207,6 @@ def check_outputs(config: RLConfig, given: Mapping[str, Any]) -> None:
         _check_export(config, export, resumes=bool(given.get("load")))
     if config.trainer.export_interval:
         _check_export_interval(config, resumes=bool(given.get("load")))
-    if config.trainer.verify_megatron_only and not config.trainer.export_hf:
-        raise UsageError(
-            "compares what it exports with the checkpoint, and --rl-export-hf is not given",
-            flag="--rl-verify-megatron-only",
-            remedy="add --rl-export-hf DIR, for a copy of the checkpoint",
-        )
     if out := config.trainer.verify_out:
         check_output_file(Path(out), f"--rl-verify-out {out}")
         _check_writable(Path(out).absolute().parent, f"--rl-verify-out {out}")
@@ -220,10 +216,7 @@ def _check_export_interval(config: RLConfig, *, resumes: bool) -> None:
     """Check that the best export can be found, and written."""
     interval, every = config.trainer.export_interval, config.evaluation.eval_interval
     flag = f"--rl-export-interval {interval}"
-    if config.trainer.export_hf is None:
-        raise UsageError(
-            "has no effect without --rl-export-hf", flag=flag, remedy="add that, or drop this"
-        )
+    assert config.trainer.export_hf is not None, "declared as needed"
     if every and interval % every:
         raise UsageError(
             f"must be a multiple of --rl-eval-interval {every}, since the best export is the one "
@@ -275,10 +268,6 @@ def check_export_dtype(options: TrainerOptions, checkpoint: HFCheckpoint) -> Non
     if options.export_dtype != FP8:
         return
     flag = f"--rl-export-dtype {options.export_dtype}"
-    if options.export_hf is None:
-        raise UsageError(
-            "has no effect without --rl-export-hf", flag=flag, remedy="add that, or drop this"
-        )
     if not checkpoint.float8:
         raise UsageError(
             "writes in FP8 blocks the weights that --rl-hf-checkpoint has in such blocks, and "

@@ -60,7 +60,6 @@ def check_supervised(
                 flag=as_flag(dest, value),
                 remedy="drop it",
             )
-    _check_ends(config)
     for flag, path in ((PROMPTS, config.data.prompts), (EVAL_PROMPTS, config.data.eval_prompts)):
         if path is not None:
             source_of_rows(path, flag)
@@ -71,15 +70,6 @@ def check_supervised(
             f"--rl-algorithm {name} compares the policy before the update with the reference",
             flag=f"--rl-num-mini-batches {updates[0]}",
             remedy="set both to 1, and lower --rl-num-prompts-per-step for smaller updates",
-        )
-
-
-def _check_ends(config: RLConfig) -> None:
-    if config.supervised.append_end and config.data.no_chat_template:
-        raise UsageError(
-            "has no effect with --rl-no-chat-template, where an end token follows every response",
-            flag="--rl-sft-append-end",
-            remedy="drop it",
         )
 
 
@@ -105,7 +95,6 @@ def _check_reinforced(config: RLConfig, given: Mapping[str, Any]) -> None:
                 flag=f"--rl-sft-demonstrations {options.demonstrations}",
                 remedy="give for example --rl-sft-coef 0.1, or drop it",
             )
-        _check_ends(config)
         _check_demonstrations(config, options.demonstrations)
         return
     for dest, value in given.items():

@@ -41,6 +41,7 @@ class LoraOptions(Parameters):
     """The flags of LoRA."""
 
     _flag_prefix = "lora_"
+    _needs = "lora_rank"
 
     rank: int = param(
         0, "train adapters of this rank and freeze all other weights of the policy; 0: off", least=0
@@ -158,18 +159,9 @@ def alpha_of(options: LoraOptions) -> float:
 def resolve_lora(options: LoraOptions, shape: ModelShape) -> Lora | None:
     """Return the adapters that the flags describe; None without LoRA.
 
-    Raises UsageError for a target that matches no layer of the model, and for flags that have no
-    effect without a rank.
+    Raises UsageError for a target that matches no layer of the model.
     """
     if not options.rank:
-        default = LoraOptions()
-        for name in ("alpha", "targets", "adapter", "export", "rollout"):
-            if (value := getattr(options, name)) != getattr(default, name):
-                raise UsageError(
-                    "has no effect without --rl-lora-rank",
-                    flag=f"--rl-lora-{name} {value}",
-                    remedy="add that, or drop this",
-                )
         return None
     targets = targets_of(options, shape)
     prefix = family_of(shape.architecture).names.layers

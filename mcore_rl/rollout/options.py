@@ -10,6 +10,7 @@ from mcore_rl.common.parameters import Parameters, param
 
 _MAX_STALENESS, _MAX_STALENESS_SEPARATE = 4, 1
 _OVERSAMPLE_PARTIAL = 1.5
+_CONTINUE_ANYWAY = "their responses continue across updates anyway, if they may be stale"
 # vLLM samples at these temperatures as given (vllm/sampling_params.py).
 LEAST_TEMPERATURE, MOST_TEMPERATURE = 0.01, 2.0
 
@@ -54,23 +55,27 @@ class RolloutOptions(Parameters):
         None,
         "addresses of `vllm serve` processes that sample, while all ranks train, for example "
         "http://a:8000,http://b:8000",
+        excludes={"rollout_ranks": "samples come from the one or from the other"},
     )
     rollout_servers_header_env: str | None = param(
         None,
         "environment variable with a header for --rl-rollout-servers, for example "
         "'Authorization: Bearer TOKEN'",
+        needs=("rollout_servers",),
     )
     rollout_controllers: int = param(
         1,
         "processes that send requests to --rl-rollout-servers and compute rewards; started by the "
         "first rank of each machine in turn",
         above=0,
+        needs=("rollout_servers",),
     )
     rollout_server_wait_minutes: float = param(
         30.0,
         "how long a run waits for --rl-rollout-servers without receiving one token; it then saves "
         "and stops",
         least=0,
+        needs=("rollout_servers",),
     )
     deterministic: bool = param(
         False,
@@ -88,6 +93,7 @@ class RolloutOptions(Parameters):
         False,
         "end a step's generation once its groups are complete; unfinished responses continue in "
         "later steps",
+        excludes=dict.fromkeys(("rollout_servers", "rollout_ranks"), _CONTINUE_ANYWAY),
     )
     max_staleness: int | None = param(
         None,
@@ -96,6 +102,7 @@ class RolloutOptions(Parameters):
         "4, or 1 with ranks or servers; 0 finishes every response in the step that started it",
         least=0,
         advice="0 finishes every response in the step that started it",
+        needs=("partial_rollouts", "rollout_ranks", "rollout_servers"),
     )
     stale_rollouts: str = param(
         "finish",
@@ -107,6 +114,7 @@ class RolloutOptions(Parameters):
         "KV cache of responses that continue after an update: recompute it with the new weights, "
         "or keep it (on GPUs only with --rl-rollout-ranks)",
         choices=("recompute", "keep"),
+        excludes={"rollout_servers": "servers recompute keys and values"},
     )
 
     def __post_init__(self) -> None:
@@ -168,13 +176,6 @@ class RolloutOptions(Parameters):
         self._check_servers()
         if self.separate is not None:
             self._check_separate(self.separate)
-        elif not self.partial_rollouts and self.max_staleness is not None:
-            raise UsageError(
-                "has no effect without --rl-partial-rollouts, --rl-rollout-ranks or "
-                "--rl-rollout-servers",
-                flag=f"--rl-max-staleness {self.max_staleness}",
-                remedy="add one of them, or drop it",
-            )
         flag = f"--rl-oversample {self.groups_at_a_time:g}"
         if self.keeps_unfinished and self.groups_at_a_time == 1.0:
             raise UsageError(
@@ -192,37 +193,12 @@ class RolloutOptions(Parameters):
             )
 
     def _check_servers(self) -> None:
-        """Check the list of servers, and the flags that need one."""
-        flag = f"--rl-rollout-servers {self.rollout_servers}"
+        """Check the list of servers."""
         if self.rollout_servers is None:
-            default = RolloutOptions()
-            for name in (
-                "rollout_servers_header_env",
-                "rollout_controllers",
-                "rollout_server_wait_minutes",
-            ):
-                if (value := getattr(self, name)) != getattr(default, name):
-                    raise UsageError(
-                        "has no effect without --rl-rollout-servers",
-                        flag=f"--rl-{name.replace('_', '-')} {value}",
-                        remedy="add it, or drop this flag",
-                    )
             return
-        if self.kv_after_update != "recompute":
-            raise UsageError(
-                "has no effect with --rl-rollout-servers, which recompute keys and values",
-                flag=f"--rl-kv-after-update {self.kv_after_update}",
-                remedy="drop it",
-            )
+        flag = f"--rl-rollout-servers {self.rollout_servers}"
         for url in self.servers:
             checked_url(url, "--rl-rollout-servers")
-        if self.rollout_ranks is not None:
-            raise UsageError(
-                f"cannot be combined with --rl-rollout-ranks {self.rollout_ranks}: samples come "
-                "from the one or from the other",
-                flag=flag,
-                remedy="drop one of them",
-            )
         if not self.servers or len(set(self.servers)) < len(self.servers):
             raise UsageError(
                 "must name at least one server, and each once", flag=flag, remedy="correct the list"
@@ -230,13 +206,6 @@ class RolloutOptions(Parameters):
 
     def _check_separate(self, separate: str) -> None:
         """Check the flags of engines on ranks or machines of their own."""
-        if self.partial_rollouts:
-            raise UsageError(
-                f"is for engines on the actor's ranks, and with {separate} responses continue "
-                "across updates anyway if --rl-max-staleness is 1 or more",
-                flag="--rl-partial-rollouts",
-                remedy="drop it",
-            )
         if not self.samples_ahead:
             return
         ahead = f"--rl-max-staleness {self.staleness_limit}"

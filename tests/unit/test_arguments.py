@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.parameters import Parameter
-from mcore_rl.config import RLConfig, flags
+from mcore_rl.common.parameters import Parameter, check_combinations, flag_of
+from mcore_rl.config import RLConfig, flags, run_flags
 from mcore_rl.flags.megatron_flags import SHARED_RL
 from mcore_rl.flags.parsed_flags import expand_config, given_values
 from mcore_rl.flags.parser import add_rl_args
@@ -279,3 +279,31 @@ def test_defaults_are_within_bounds_and_numbers_have_bounds() -> None:
         of_two = parameter.name.startswith(("mismatch_", "overlong_"))  # bounded by each other
         if parameter.kind in (int, float) and not of_two:
             assert parameter.bounds, parameter.flag
+
+
+def given_as(*names: str) -> dict[str, Any]:
+    """Another value than the default for each of these flags."""
+    return {name: another_value(run_flags()[name])[1] for name in names}
+
+
+@pytest.mark.parametrize("name", [name for name, each in run_flags().items() if each.needs])
+def test_a_flag_without_what_it_needs_is_refused(name: str) -> None:
+    parameter = run_flags()[name]
+    shown = " or ".join(flag_of(each) for each in parameter.needs[-2:])
+    with pytest.raises(UsageError, match=f"^{parameter.flag}.* has no effect without .*{shown};"):
+        check_combinations(RLConfig.of(**given_as(name)).values())
+    for needed in parameter.needs:
+        check_combinations(RLConfig.of(**given_as(name, needed)).values())
+
+
+@pytest.mark.parametrize(
+    ("name", "excluded"),
+    [(name, other) for name, each in run_flags().items() for other in each.excludes],
+)
+def test_flags_that_exclude_each_other_are_refused(name: str, excluded: str) -> None:
+    parameter, other = run_flags()[name], run_flags()[excluded]
+    with pytest.raises(UsageError) as caught:
+        check_combinations(RLConfig.of(**given_as(name, excluded)).values())
+    sentence = str(caught.value)
+    assert sentence.startswith(parameter.flag) and other.flag in sentence
+    assert sentence.endswith("; drop this flag")

@@ -55,7 +55,7 @@ reward_of_none: --rl-reward arithmetic,environment
     the environment whose rewards these are, or drop the name
     => --rl-environment calculator | --rl-reward arithmetic
 turns_of_none: --rl-max-turns 3
-    --rl-max-turns 3 has no effect without --rl-environment; add that, or drop it
+    --rl-max-turns 3 has no effect without --rl-environment; add it, or drop this flag
     => --rl-environment calculator
 turn_longer_than_all: --rl-environment calculator --rl-max-turn-tokens 65
     --rl-max-turn-tokens 65 is more than --rl-max-response-tokens 64, which all turns of a
@@ -141,9 +141,9 @@ reward_model_on_the_actors_ranks: {one_each} --rl-reward model --rl-reward-model
 offloading: {one_each} --rl-offload optimizer
     --rl-offload optimizer has no effect with --rl-rollout-ranks 1 ... drop
 offloaded_graphs: {one_each} --rl-rollout-offload-cuda-graphs
-    --rl-rollout-offload-cuda-graphs has no effect with --rl-rollout-ranks 1 ... drop
+    --rl-rollout-offload-cuda-graphs cannot be combined with --rl-rollout-ranks 1 ... drop
 partial_rollouts: {one_each} --rl-partial-rollouts
-    --rl-partial-rollouts is for engines on the actor's ranks ... --rl-rollout-ranks 1 ... drop
+    --rl-partial-rollouts cannot be combined with --rl-rollout-ranks 1 ... drop
 oversampling_ahead: {one_each} --rl-oversample 1.5
     --rl-oversample 1.5 drops groups ... --rl-rollout-ranks 1 and --rl-max-staleness 1 ... drop
     it, or give --rl-max-staleness 0
@@ -165,7 +165,7 @@ groups_filtered_by_a_reward_model: {one_each} --rl-import {examples}/own_parts/f
     ... give --rl-max-staleness 0, or drop either of the other two
     => drop --rl-group-filter world 3 --rl-reward-ranks 2 --rl-reward-model {here}/scores
 parser_of_no_environment: --rl-tool-parser hermes
-    --rl-tool-parser hermes has no effect without --rl-environment ... drop it
+    --rl-tool-parser hermes has no effect without --rl-environment ... drop this flag
     => drop --rl-tool-parser
 reasoning_of_no_format: --rl-environment calculator --rl-tool-parser none
   --rl-reasoning-parser qwen3
@@ -181,7 +181,7 @@ stale_groups_of_nothing: {one_each} --rl-max-staleness 0 --rl-stale-rollouts dro
 SERVERS = parse_cases("""
 ranks_and_servers: --tensor-model-parallel-size 1 --expert-model-parallel-size 1
   --rl-rollout-servers http://a:1 --rl-rollout-ranks 1
-    --rl-rollout-servers http://a:1 cannot be combined with --rl-rollout-ranks 1 ... drop one
+    --rl-rollout-servers http://a:1 cannot be combined with --rl-rollout-ranks 1 ... drop
     => drop --rl-rollout-ranks
 server_twice: --rl-rollout-servers http://a:1,http://a:1/
     --rl-rollout-servers http://a:1,http://a:1/ must name at least one server, and each once
@@ -199,7 +199,7 @@ wait_for_nothing: --rl-rollout-server-wait-minutes 1
     --rl-rollout-server-wait-minutes 1.0 has no effect without --rl-rollout-servers; add it
     => --rl-rollout-servers http://a:1
 kept_keys: --rl-rollout-servers http://a:1 --rl-kv-after-update keep
-    --rl-kv-after-update keep has no effect with --rl-rollout-servers ... drop it
+    --rl-kv-after-update keep cannot be combined with --rl-rollout-servers ... drop this flag
 repeatable_servers: --rl-rollout-servers http://a:1 --rl-deterministic --rl-max-staleness 0
     --rl-deterministic cannot be combined with --rl-rollout-servers http://a:1 ... drop it
 dtype_of_servers: --rl-rollout-servers http://a:1 --rl-reshard-dtype bf16
@@ -233,7 +233,7 @@ template_of_a_long_name: --rl-chat-template LONG
     --rl-chat-template LONG is neither a file nor a template of the ... give one of
     => --rl-chat-template default
 template_that_is_not_used: --rl-no-chat-template --rl-chat-template own.jinja
-    --rl-chat-template own.jinja has no effect with --rl-no-chat-template; drop one
+    --rl-chat-template own.jinja cannot be combined with --rl-no-chat-template ... drop this flag
 stop_at_nothing: --rl-stop=
     --rl-stop '' is empty; give the text
     => --rl-stop END
@@ -360,7 +360,7 @@ export_would_replace_the_checkpoint: --rl-hf-checkpoint {here}/export --rl-expor
     run reads ... name a new folder
     => --rl-export-hf {here}/new drop --load
 export_interval_alone: --rl-export-interval 4
-    --rl-export-interval 4 has no effect without --rl-export-hf ... add that
+    --rl-export-interval 4 has no effect without --rl-export-hf ... add it
     => --rl-export-interval 4 --rl-export-hf {here}/new --rl-eval-interval 2
 export_between_evaluations: --rl-export-hf {here}/new --rl-export-interval 5 --rl-eval-interval 2
     --rl-export-interval 5 must be a multiple of --rl-eval-interval 2, ... give 6
@@ -399,7 +399,7 @@ OUTPUTS = [
     *parse_cases(OUTPUTS_TEXT.replace("LONG", "x" * 300), CHANGES_OUTPUTS),
     Case(
         "verify_without_engine_and_without_export",
-        ["--rl-verify-megatron-only compares what it exports", "add --rl-export-hf DIR"],
+        ["--rl-verify-megatron-only has no effect without --rl-export-hf", "add it"],
         more="--rl-verify-megatron-only",
         advice=("--rl-export-hf {here}/new",),
         entry="mcore_rl.verify",

@@ -554,8 +554,6 @@ def test_the_installed_vllms_sleep_decides_on_expandable_segments_and_graphs(
     # The installed one turns them off around its pool; that is read from its source.
     assert_one(check(setting), None)
     check_graphs(EngineOptions(rollout_offload_cuda_graphs=True))
-    with pytest.raises(UsageError, match="--rl-rollout-offload-cuda-graphs .*enforce-eager"):
-        check_graphs(EngineOptions(rollout_offload_cuda_graphs=True, rollout_enforce_eager=True))
     both = {**setting, "PYTORCH_ALLOC_CONF": "expandable_segments:1"}
     assert_one(check(both), "yellow", "PYTORCH_CUDA_ALLOC_CONF")
     assert allocator.expandable_segments(both) == "PYTORCH_ALLOC_CONF=expandable_segments:1"

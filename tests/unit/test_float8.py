@@ -213,8 +213,6 @@ def test_fp8_is_exported_only_of_a_checkpoint_in_fp8(folders: tuple[Path, Path])
     with pytest.raises(UsageError, match=f"^--rl-export-dtype fp8 writes .* {folders[1]} has none"):
         check_export_dtype(config.trainer, standing_for)
     check_export_dtype(TrainerOptions(export_hf="there"), standing_for)
-    with pytest.raises(UsageError, match="^--rl-export-dtype fp8 has no effect without --rl-exp"):
-        check_export_dtype(TrainerOptions(export_dtype="fp8"), blocks)
 
 
 def test_server_with_quantised_weights_is_refused_with_a_remedy() -> None:

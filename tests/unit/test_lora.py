@@ -103,22 +103,6 @@ def test_target_of_no_layer_is_refused_with_the_possible_ones(target: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("alpha", 1.0),
-        ("targets", "x"),
-        ("adapter", "x"),
-        ("export", "x"),
-        ("rollout", "adapters"),
-    ],
-)
-def test_flag_without_a_rank_is_refused(name: str, value: Any) -> None:
-    options = LoraOptions(**{name: value})
-    with pytest.raises(UsageError, match=f"--rl-lora-{name} .* without --rl-lora-rank"):
-        resolve_lora(options, shape_of("qwen3"))
-
-
-@pytest.mark.parametrize(
     ("values", "flag"),
     [
         ({"use_megatron_fsdp": True}, "--use-megatron-fsdp"),

@@ -77,7 +77,7 @@ def learned(
         is_parquet=False,
         use_chat_template=True,
     )
-    given = {"messages": row.prompt, "taught": row.taught}
+    given = {"messages": row.prompt, "learned": row.learned}
     found = demonstrated(chat, given, TooLong(tokenizer, 500))
     assert (found.least, found.left_out) == (0, [])
     assert (
@@ -122,7 +122,7 @@ def test_tokens_that_join_across_the_start_of_a_turn_are_refused() -> None:
 
     with pytest.raises(RejectedRow, match="message 3.*not those of generation"):
         demonstrated(
-            Joining(tokenizer), {"messages": TURNS, "taught": [2, 4]}, TooLong(tokenizer, 500)
+            Joining(tokenizer), {"messages": TURNS, "learned": [2, 4]}, TooLong(tokenizer, 500)
         )
 
 
@@ -288,10 +288,6 @@ def test_prompts_follow_demonstrations(folder: Path, tmp_path: Path) -> None:
         ({"sft_demonstrations": "d.jsonl"}, "--rl-sft-demonstrations d.jsonl"),
         ({"algorithm": "sft", "sft_coef": 0.1}, "--rl-sft-coef 0.1"),
         ({"sft_append_end": True}, "--rl-sft-append-end"),
-        (
-            {"algorithm": "sft", "sft_append_end": True, "no_chat_template": True},
-            "--rl-sft-append-end",
-        ),
     ],
 )
 def test_flag_without_effect_is_refused_by_name(given: Mapping[str, Any], flag: str) -> None:

@@ -258,7 +258,7 @@ SIGNATURES = {
     "group_filter": "(name, parameters, *, reasons)",
     "masked": "(loss_mask, values)",
     "metric": "(name)",
-    "param": "(default, help, *, least, most, above, below, choices, advice)",
+    "param": "(default, help, *, least, most, above, below, choices, advice, needs, excludes)",
     "policy_loss": "(name, parameters, *, select)",
     "prompts": "(name)",
     "recipe": "(name, parts)",

@@ -5,8 +5,8 @@ Symptom: `--load` of a folder from another person runs any code that this person
 Cause: torch.distributed.checkpoint reads the first with `pickle.load` and the second with
 `torch.load(weights_only=False)`. Megatron uses both to read checkpoints.
 Why safe: Megatron and torch save few classes, which only hold values. The first is read by
-`metadata_unpickler`, which restricts classes, operations, sizes and values; the second by torch's
-own unpickler for weights, with the classes that Megatron registers there. Any other class is
+`metadata_unpickler`, which has an allow-list of names; the second by torch's own unpickler for
+weights, with the classes that Megatron registers there. Any other class is
 refused before it is looked up, in a sentence that names file and class. Saving does not change.
 Upstream: as described, as of torch 2.13.0 and megatron-core 0.19.2.
 Drop when: `FileSystemReader.read_metadata` and `DefaultLoadPlanner.load_bytes` refuse code.
@@ -15,14 +15,13 @@ Versions: torch 2.13.0; 2.8 to 2.12 are not tried, but both places look the same
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import functools
 import io
 import logging
 import pickle
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -51,7 +50,7 @@ class _MetadataPickle:
             content = file.read(unpickler.MAX_BYTES + 1)
             if len(content) > unpickler.MAX_BYTES:
                 raise unpickler.ForbiddenContent(f"more than {unpickler.MAX_BYTES} bytes")
-            found = unpickler.MetadataUnpickler(content).load()
+            found = unpickler.read_metadata(content)
             _check_files(found, Path(name).parent if Path(name).is_file() else None)
             return found
         except UsageError as error:
@@ -91,45 +90,26 @@ def load_object(stored: io.BytesIO | str, name: str) -> Any:
     """
     import torch
 
-    with _enums_unchanged(name):
-        try:
+    from mcore_rl.patches.torch.metadata_unpickler import ForbiddenContent, unchanged
+
+    # torch's unpickler may set the state of any instance of a known class.
+    members: list[enum.Enum] = []
+    for known in torch.serialization.get_safe_globals():
+        if isinstance(known, enum.EnumMeta):
+            members += known.__members__.values()
+    try:
+        with unchanged(members):
             _require_uncompressed(stored)
             return torch.load(stored, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError as error:
-            raise _refusal(name, _class_in(str(error))) from error
-        except Exception as error:
-            raise UsageError(
-                f"{name} cannot be read ({type(error).__name__}: {error})",
-                remedy="restore the file, or load another checkpoint",
-            ) from error
-
-
-@contextlib.contextmanager
-def _enums_unchanged(name: str) -> Iterator[None]:
-    """Refuse, and undo, a change of a member of an enum.
-
-    torch's unpickler may set the state of any instance of a known class, including members.
-    """
-    import torch
-
-    before = [  # type: ignore[var-annotated]  # members of any enum
-        (member, type(member), dict(vars(member)))
-        for known in torch.serialization.get_safe_globals()
-        if isinstance(known, enum.EnumMeta)
-        for member in known.__members__.values()
-    ]
-    try:
-        yield
-    finally:
-        changed = False
-        for member, kind, state in before:
-            if type(member) is not kind or vars(member) != state:
-                object.__setattr__(member, "__class__", kind)
-                vars(member).clear()
-                vars(member).update(state)
-                changed = True
-        if changed:
-            raise _refusal(name, "a state for a member of an enum")
+    except ForbiddenContent as error:
+        raise _refusal(name, str(error)) from error
+    except pickle.UnpicklingError as error:
+        raise _refusal(name, _class_in(str(error))) from error
+    except Exception as error:
+        raise UsageError(
+            f"{name} cannot be read ({type(error).__name__}: {error})",
+            remedy="restore the file, or load another checkpoint",
+        ) from error
 
 
 def _require_uncompressed(stored: io.BytesIO | str) -> None:

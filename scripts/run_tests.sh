@@ -95,6 +95,7 @@ else
   check "pytest, the quick tests" python -m pytest "${workers[@]}" -m quick tests/unit tests/dist tests/e2e
 fi
 check "mypy" finish_mypy
+[[ ${1:-} != @(--all|--touched) ]] || python scripts/count_lines.py
 
 printf -v list ', %s' "${took[@]}"
 echo "== ${list:2}"

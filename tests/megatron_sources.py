@@ -15,7 +15,7 @@ import pytest
 from mcore_rl.common.megatron_version import OLDEST
 
 # Those that were tried, but for the installed one.
-RELEASES = (OLDEST, "0.17.1", "0.18.0", "0.18.2", "0.19.0")
+RELEASES = (OLDEST, "0.18.2", "0.19.0")
 GPT_PACKAGE = "megatron/core/models/gpt/__init__.py"
 GPT_MODEL = "megatron/core/models/gpt/gpt_model.py"
 _WRAPPERS = "megatron/core/inference/model_inference_wrappers"

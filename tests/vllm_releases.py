@@ -16,8 +16,6 @@ from mcore_rl.common.vllm_version import OLDEST
 # want the same.
 RELEASES = {
     OLDEST: (),
-    "0.29.0": (),
-    "0.30.0": (),
     "0.31.0": ("transformers==5.17.0", "huggingface-hub==1.33.0"),
 }
 

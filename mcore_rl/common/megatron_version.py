@@ -21,7 +21,7 @@ from mcore_rl.common.errors import UsageError
 
 PACKAGE = "megatron-core"
 # The versions that were tried. Others are accepted if their code has everything in `_CALLED`.
-OLDEST, NEWEST = "0.17.0", "0.20.0"
+OLDEST, NEWEST = "0.18.0", "0.20.0"
 _INSTALLED = "0.19.2"  # what scripts/setup_env.sh installs
 _VERSION_FILE = "megatron/core/package_info.py"
 # Functions of Megatron that mcore_rl calls, by file: enough to detect a release that lacks some of

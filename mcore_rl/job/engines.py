@@ -13,11 +13,8 @@ from mcore_rl.common.errors import UsageError, as_flag
 from mcore_rl.common.vllm_version import (
     FLOAT8_BLOCKS,
     FLOAT32_HEAD,
-    LATENT_ATTENTION,
     LORA_LAYERS,
     ROUTED_EXPERTS,
-    STACKED_EXPERTS,
-    UNGROUPED_SIGMOID,
     require_capability,
 )
 from mcore_rl.config import RLConfig
@@ -35,7 +32,7 @@ from mcore_rl.moe.routing import R3
 
 def check_engine(config: RLConfig, shape: ModelShape, *, cuda: bool) -> None:
     """Check that the installed vLLM has what the model and the flags need of it."""
-    replay, family = config.trainer.routing_replay, family_of(shape.architecture)
+    replay = config.trainer.routing_replay
     if replay == R3 and shape.experts is not None:
         flag, remedy = f"--rl-routing-replay {replay}", "give r2 or off"
         require_capability(ROUTED_EXPERTS, cuda=cuda, flag=flag, remedy=remedy)
@@ -44,14 +41,6 @@ def check_engine(config: RLConfig, shape: ModelShape, *, cuda: bool) -> None:
         require_capability(LORA_LAYERS, cuda=cuda, flag=flag, remedy=remedy)
     if config.trainer.fp32_lm_head:
         require_capability(FLOAT32_HEAD, cuda=cuda, flag="--rl-fp32-lm-head", remedy="drop it")
-    needs = {
-        LATENT_ATTENTION: shape.latent is not None,
-        STACKED_EXPERTS: family.has_mxfp4,
-        UNGROUPED_SIGMOID: family.router is not None and family.router.is_ungrouped_sigmoid,
-    }
-    for capability in (capability for capability, needed in needs.items() if needed):
-        flag, remedy = f"--rl-hf-checkpoint {config.trainer.hf_checkpoint}", "choose another model"
-        require_capability(capability, cuda=cuda, flag=flag, remedy=remedy)
 
 
 def check_speculation(config: RLConfig, shape: ModelShape, checkpoint: HFCheckpoint | None) -> None:

@@ -1,6 +1,6 @@
 """The adapter to the installed Megatron: its parser, start, model and optimizer.
 
-This module handles the differences between releases (0.17 to 0.20); comments mark them. It calls
+This module handles the differences between releases (0.18 to 0.20); comments mark them. It calls
 `megatron.training` and copies nothing from it. Importing it applies the patches that Megatron needs
 on this machine, so import it before any `megatron.*`. `version` finds the release.
 """
@@ -145,10 +145,7 @@ def initialize(
     parsed = [token for token in tokens if token != _ASYNC_SAVE]
     sys.argv = [program, *parsed, *(text for flag in _SINKS for text in (flag, ""))]
     try:
-        if hasattr(arguments, "parse_and_validate_args"):
-            arguments.parse_and_validate_args(extra_args_provider=extra_args)
-        else:  # up to 0.17 `initialize_megatron` validates
-            start = functools.partial(start, parsed_args=arguments.parse_args(extra_args))
+        arguments.parse_and_validate_args(extra_args_provider=extra_args)
     finally:
         sys.argv = saved
     start()

@@ -33,11 +33,6 @@ class Router:
     shared_experts: str = "n_shared_experts"
     scaling_factor: str = "routed_scaling_factor"
 
-    @property
-    def is_ungrouped_sigmoid(self) -> bool:
-        """Whether vLLM builds a router with sigmoid scores that has no groups of experts."""
-        return self.score_function == "sigmoid" and not self.methods
-
 
 @dataclass(frozen=True, slots=True)
 class TensorNames:

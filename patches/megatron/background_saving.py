@@ -19,7 +19,7 @@ Upstream: nvidia-resiliency-ext, Megatron's default from 0.18 on, prefers a spaw
 
 Drop when: Megatron has a writer that needs no device and takes copies in host memory.
 
-Versions: megatron-core 0.17 to 0.20.
+Versions: megatron-core 0.18 to 0.20.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ Upstream: no issue known; Transformer Engine's grouped layers have neither.
 
 Drop when: `MLP.forward` adds the bias out of place, and `RowParallelLinear` marks no expert's bias.
 
-Versions: megatron-core 0.17 to 0.20.
+Versions: megatron-core 0.18 to 0.20.
 """
 
 from __future__ import annotations

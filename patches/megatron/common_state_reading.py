@@ -9,7 +9,7 @@ Why safe: the same function reads the same file, with the default made explicit.
 states and everything else that Megatron saves are among the classes that it registers with torch.
 Upstream: as described; from 0.19 on common.pt is only read, and no longer written.
 Drop when: Megatron sets `weights_only=True` there, or reads no common.pt.
-Versions: megatron-core 0.17 to 0.20.
+Versions: megatron-core 0.18 to 0.20.
 """
 
 from __future__ import annotations

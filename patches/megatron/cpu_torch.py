@@ -16,7 +16,7 @@ Upstream: Megatron-LM runs single unit tests on CPU, not training; no issue prop
 
 Drop when: Megatron takes the device from `torch.accelerator`.
 
-Versions: megatron-core 0.17 to 0.20.
+Versions: megatron-core 0.18 to 0.20.
 """
 
 from __future__ import annotations

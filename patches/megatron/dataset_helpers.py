@@ -10,11 +10,11 @@ Why safe: the helpers build the sample index of `.bin`/`.idx` corpora. Prompts o
 such a corpus, and nothing in RL calls the helpers. Pre-training still compiles them, because it
 does not apply patches of mcore_rl.
 
-Upstream: present in 0.17 to 0.19, and on main.
+Upstream: present in 0.18 and 0.19, and on main.
 
 Drop when: `initialize_megatron` compiles nothing that is not used.
 
-Versions: megatron-core 0.17 to 0.20.
+Versions: megatron-core 0.18 to 0.20.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ Upstream: NVIDIA/Megatron-LM issue 6111, repaired by pull request 6114.
 
 Drop when: the oldest supported version has that repair.
 
-Versions: megatron-core 0.17 to 0.20, those whose routers take a mask and lack the repair.
+Versions: megatron-core 0.18 to 0.20, those whose routers take a mask and lack the repair.
 
 Shape legend: n positions of a rank's router; e experts.
 """

@@ -19,7 +19,7 @@ Upstream: no issue known.
 
 Drop when: a checkpoint of EP2 can be loaded with EP1, and the other way round.
 
-Versions: megatron-core 0.17 to 0.20.
+Versions: megatron-core 0.18 to 0.20.
 """
 
 from __future__ import annotations

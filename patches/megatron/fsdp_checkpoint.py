@@ -20,7 +20,7 @@ other optimizers; nothing is merged.
 Drop when: `sharded_param_state_fsdp_dtensor` gives all ranks the same keys, and
 `handle_swiglu_in_state_dict` finds the parameters of a float32 model.
 
-Versions: megatron-core 0.17 to 0.20.
+Versions: megatron-core 0.18 to 0.20.
 """
 
 from __future__ import annotations

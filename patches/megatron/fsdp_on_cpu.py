@@ -19,7 +19,7 @@ Upstream: no issue proposes it.
 Drop when: Megatron takes the device from `torch.accelerator`, and gloo's collectives of a group can
 run at the same time.
 
-Versions: megatron-core 0.17 to 0.20.
+Versions: megatron-core 0.18 to 0.20.
 """
 
 from __future__ import annotations

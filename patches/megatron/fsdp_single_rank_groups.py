@@ -21,7 +21,7 @@ Upstream: issue 6660 of Megatron-LM; its pull request 6773, which is in no relea
 
 Drop when: all supported releases have that pull request.
 
-Versions: megatron-core 0.17 to 0.20, until `gradient_reduce_preprocessing` has a `group_size`.
+Versions: megatron-core 0.18 to 0.20, until `gradient_reduce_preprocessing` has a `group_size`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Upstream: the docstring names V2 as a use case; no issue known.
 
 Drop when: the number of experts that rank a group is a setting.
 
-Versions: megatron-core 0.17 to 0.20.
+Versions: megatron-core 0.18 to 0.20.
 
 Shape legend: t tokens, e experts, k experts a token.
 """

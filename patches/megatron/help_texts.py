@@ -6,9 +6,9 @@ Cause: `ArgumentGroupFactory` finds the help text of each field in the source of
 it parses the whole file of each class, and those of its bases, for every parser.
 Why safe: nothing else of a flag comes from these texts. A process with -h or --help in its command
 line gets them all.
-Upstream: as described in 0.17 to 0.19, and on main.
+Upstream: as described in 0.18 and 0.19, and on main.
 Drop when: Megatron reads the texts where it prints them.
-Versions: megatron-core 0.17 to 0.20. mcore_rl applies it when it makes a parser, because it imports
+Versions: megatron-core 0.18 to 0.20. mcore_rl applies it when it makes a parser, because it imports
 `megatron.training`.
 """
 

@@ -6,9 +6,9 @@ writer, and for the engine's own log.
 Why safe: nothing else imported here uses it. `Timers.write` still recognises the module once
 something else has imported it; `megatron.training` imports it if a project is set. The inference
 engine, which RL does not use, logs as if wandb were not installed.
-Upstream: as described in 0.17 to 0.19, and on main.
+Upstream: as described in 0.18 and 0.19, and on main.
 Drop when: `megatron.core.timers` imports wandb where it is used.
-Versions: megatron-core 0.17 to 0.20.
+Versions: megatron-core 0.18 to 0.20.
 """
 
 from __future__ import annotations

@@ -13,15 +13,15 @@ Why safe: every model built from the local spec, also by `--spec` and a fork's b
 layers instead of `WrappedTorchNorm` and a causal `DotProductAttention`; a subclass of the latter,
 another mask and another norm stay upstream's. Three names in Megatron's modules that are None,
 missing or useless without Transformer Engine are bound: `multi_latent_attention.TELinear`,
-`moe_utils.te_general_gemm`, and the `TENorm` of `hybrid_block` (before 0.18 `mamba_block`), which
-its stack uses regardless of its spec. Parameter names and shapes match the (unfused) Transformer
+`moe_utils.te_general_gemm`, and the `TENorm` of `hybrid_block`, which its
+stack uses regardless of its spec. Parameter names and shapes match the (unfused) Transformer
 Engine spec, so that weights move in the same way on CPU and GPU.
 
 Upstream: no issue; the local spec is documented as for testing.
 
 Drop when: Transformer Engine installs without CUDA, or the local spec supports MLA.
 
-Versions: megatron-core 0.17 to 0.20.
+Versions: megatron-core 0.18 to 0.20.
 
 Shape legend: s positions (of this rank's share under sequence or context parallelism), b samples, t
 tokens of a packed row (likewise), n heads of this rank, g key/value groups of this rank, d head
@@ -374,10 +374,7 @@ def apply() -> None:
         "if submodules.linear_kv_down_proj in [TELinear]:",
     )
     require_source(moe_utils.RouterGatingLinearFunction.forward, "if te_general_gemm is not None")
-    is_new = importlib.util.find_spec("megatron.core.models.hybrid") is not None
-    stack: Any = importlib.import_module(
-        "megatron.core.models.hybrid.hybrid_block" if is_new else "megatron.core.ssm.mamba_block"
-    )
+    stack: Any = importlib.import_module("megatron.core.models.hybrid.hybrid_block")
     require(hasattr(stack, "TENorm"), stack.__name__, "has no TENorm")
     multi_latent_attention.TELinear = DuplicatedLinear
     if not hasattr(moe_utils, "te_general_gemm"):

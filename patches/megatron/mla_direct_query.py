@@ -14,7 +14,7 @@ Upstream: introduced with the resolver in 0.19; earlier releases built the plain
 
 Drop when: the resolver leaves a direct query projection alone.
 
-Versions: megatron-core 0.17 to 0.20.
+Versions: megatron-core 0.18 to 0.20.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Upstream: `fully_sharded_model_space` did the same with flattened ranges, which 
 
 Drop when: the fully reshardable format needs no more memory than a rank's share.
 
-Versions: megatron-core 0.17 to 0.20.
+Versions: megatron-core 0.18 to 0.20.
 """
 
 from __future__ import annotations

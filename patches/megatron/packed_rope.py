@@ -14,11 +14,11 @@ numbers as before, also under context parallelism; only the loop is gone. If the
 the full row, upstream's function is called. The parts of samples after a shared prompt are rotated
 by the positions that follow the prompt.
 
-Upstream: 0.17 and 0.18 look frequencies up by sample, 0.19 has the loop, main rotates all at once.
+Upstream: 0.18 looks frequencies up by sample, 0.19 has the loop, main rotates all at once.
 
 Drop when: `_apply_rotary_pos_emb_thd` takes a position for each token.
 
-Versions: megatron-core 0.17 to 0.20.
+Versions: megatron-core 0.18 to 0.20.
 """
 
 from __future__ import annotations

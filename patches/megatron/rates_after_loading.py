@@ -17,7 +17,7 @@ Upstream: no issue known.
 
 Drop when: a checkpoint loads with another `--lr`, and `--override-opt_param-scheduler` sets it.
 
-Versions: megatron-core 0.17 to 0.20.
+Versions: megatron-core 0.18 to 0.20.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Upstream: no issue known.
 
 Drop when: saving synchronously needs no copy of the state.
 
-Versions: megatron-core 0.17 to 0.20.
+Versions: megatron-core 0.18 to 0.20.
 """
 
 from __future__ import annotations

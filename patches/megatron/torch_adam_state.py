@@ -21,7 +21,7 @@ Upstream: no issue known; with Apex or Transformer Engine the branch is never ta
 
 Drop when: `state_dict` of a fresh distributed optimizer works without both.
 
-Versions: megatron-core 0.17 to 0.20.
+Versions: megatron-core 0.18 to 0.20.
 """
 
 from __future__ import annotations

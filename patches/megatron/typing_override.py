@@ -13,7 +13,7 @@ Upstream: intended; Megatron requires 3.12.
 
 Drop when: Python 3.11 is no longer supported here.
 
-Versions: megatron-core 0.17 to 0.20.
+Versions: megatron-core 0.18 to 0.20.
 """
 
 from __future__ import annotations

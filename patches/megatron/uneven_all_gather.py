@@ -17,7 +17,7 @@ Upstream: no issue known; the other dispatchers exchange their numbers of tokens
 
 Drop when: `MoEAllGatherTokenDispatcher` takes ranks with different numbers of tokens.
 
-Versions: megatron-core 0.17 to 0.20.
+Versions: megatron-core 0.18 to 0.20.
 """
 
 from __future__ import annotations

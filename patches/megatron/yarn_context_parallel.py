@@ -19,7 +19,7 @@ original_max_position_embeddings.
 
 Drop when: `get_cached_cos_sin` cuts what it returns, and not what it keeps.
 
-Versions: megatron-core 0.17 to 0.20.
+Versions: megatron-core 0.18 to 0.20.
 """
 
 from __future__ import annotations

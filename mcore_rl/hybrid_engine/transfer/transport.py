@@ -40,10 +40,11 @@ class Flight:
     clock.
     """
 
-    def __init__(self, hops: Sequence[Callable[[], Iterable[dist.Work]]]) -> None:
-        self._hops = hops
-        # Called while the caller waits; an error that it raises ends the wait.
-        self.poll: Callable[[], None] = lambda: None
+    def __init__(
+        self, hops: Sequence[Callable[[], Iterable[dist.Work]]], world: World, what: str
+    ) -> None:
+        """`what` says of the messages that they did not end, for `World.poll`."""
+        self._hops, self._world, self._what = hops, world, what
         self._done = threading.Event()
         self._error: Exception | None = None
         self._start = self._end = 0.0
@@ -63,8 +64,9 @@ class Flight:
 
     def wait(self) -> None:
         """Block until all messages are complete; raise the error of one that failed."""
+        started = time.monotonic()
         while not self._done.wait(POLL_SECONDS):
-            self.poll()
+            self._world.poll(started, self._what)
         if self._error is not None:
             raise self._error
 
@@ -213,17 +215,18 @@ class Transport:
         """
         num_hops = max(len(call.tree.hops) for call in calls)
         hops = [partial(self._works, calls, hop) for hop in range(num_hops)]
+        partners = sorted(set().union(*(self.share(call.tree).partners for call in calls)))
+        what = f"messages from or to ranks {', '.join(map(str, partners))} did not end"
         if self._stream is None:
-            return self._in_thread(hops)
+            return self._in_thread(hops, what)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         # The caller's launched kernels fill the data to send, or still read what is overwritten.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        self._in_thread([partial(self._launch, hops, start, end)]).wait()
+        self._in_thread([partial(self._launch, hops, start, end)], what).wait()
         return CudaFlight(self._world, self._origin, start, end)
 
-    def _in_thread(self, hops: Sequence[Callable[[], Iterable[dist.Work]]]) -> Flight:
-        flight = Flight(hops)
-        flight.poll = self._world.poll
+    def _in_thread(self, hops: Sequence[Callable[[], Iterable[dist.Work]]], what: str) -> Flight:
+        flight = Flight(hops, self._world, what)
         if self._waiter is None:
             self._waiter = queue.SimpleQueue()
             threading.Thread(target=_run_flights, args=(self._waiter,), daemon=True).start()

@@ -68,8 +68,9 @@ class World(Protocol):
     def wait(self, work: Any, group: Any) -> None:
         """Wait for messages over gloo in a group of this world."""
 
-    def poll(self) -> None:
-        """Raise an error if messages of this world will not arrive."""
+    def poll(self, since: float, what: str) -> None:
+        """Raise an error if messages of this world will not arrive: `what` the caller waits for
+        since a time of `time.monotonic`."""
 
 
 class DefaultWorld:
@@ -92,8 +93,8 @@ class DefaultWorld:
     def wait(self, work: Any, group: Any) -> None:
         work.wait()
 
-    def poll(self) -> None:
-        """Do nothing: a rank that is lost ends the job."""
+    def poll(self, since: float, what: str) -> None:
+        """Do nothing: the watchdog ends a job with a rank that is lost or stuck."""
 
 
 class PeerFailure(RuntimeError):
@@ -168,12 +169,12 @@ class JoinedWorld:
         self._num_meetings += 1
         at = f"meeting/{self._num_meetings}"
         pause = _FIRST_POLL_SECONDS
-        deadline = time.monotonic() + self._timeout.total_seconds()
+        started = time.monotonic()
         try:
             self._store.set(f"{at}/{self.rank}", json.dumps(message))
             waiting = list(range(self.size))
             while waiting := [r for r in waiting if not self._store.check([f"{at}/{r}"])]:
-                self._watch(deadline, f"rank {waiting[0]} did not arrive")
+                self.poll(started, f"rank {waiting[0]} did not arrive")
                 time.sleep(pause)
                 pause = min(2 * pause, POLL_SECONDS)
             # All ranks are here, so all have read the messages of the last meeting.
@@ -186,21 +187,20 @@ class JoinedWorld:
         """Wait until the device has passed `event`. Raises PeerFailure as `meet` does, which also
         ends the messages on the device."""
         started = looked = time.monotonic()
-        deadline = started + self._timeout.total_seconds()
         while not event.query():
             if time.monotonic() > looked + POLL_SECONDS:
-                self._watch(deadline, "messages on the device did not end")
+                self.poll(started, "messages on the device did not end")
                 looked = time.monotonic()
             time.sleep(_DEVICE_POLL_SECONDS)
         self._require_connection()
 
     def wait(self, work: Any, group: Any) -> None:
         """Wait for messages over gloo. Raises PeerFailure as `meet` does, or what gloo raises."""
-        looked = time.monotonic()
+        started = looked = time.monotonic()
         while not work.is_completed():
             if time.monotonic() > looked + POLL_SECONDS:
                 try:
-                    self.poll()
+                    self.poll(started, "a collective did not end")
                 except PeerFailure:
                     threading.Thread(target=_outwait, args=(work, group), daemon=True).start()
                     raise
@@ -208,8 +208,9 @@ class JoinedWorld:
             time.sleep(_DEVICE_POLL_SECONDS)
         work.wait()
 
-    def poll(self) -> None:
-        """Raise PeerFailure if another rank gave up, or a connection or `check` fails."""
+    def poll(self, since: float, what: str) -> None:
+        """Raise PeerFailure if another rank gave up, a connection or `check` fails, or the timeout
+        has passed since `since`."""
         try:
             has_failed = self._store.check([_FAILURE])
         except dist.DistError as error:
@@ -221,12 +222,8 @@ class JoinedWorld:
             self.check()
         except Exception as error:  # of any type: it must be reported to the other ranks
             raise self._failure(str(error)) from error
-
-    def _watch(self, deadline: float, what: str) -> None:
-        """Do what `poll` does; raise PeerFailure, too, if it is too late."""
-        self.poll()
-        if time.monotonic() > deadline:
-            raise self._failure(f"{what} within {self._timeout.total_seconds():g} s")
+        if time.monotonic() > since + (most := self._timeout.total_seconds()):
+            raise self._failure(f"{what} within {most:g} s")
 
     def _on_device(self) -> list[Any]:
         """Return the NCCL backends of the groups."""

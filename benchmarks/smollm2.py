@@ -127,8 +127,8 @@ def page(record: Record) -> list[str]:
     lines = [
         "# SmolLM2-135M-Instruct learns small tasks in words",
         "",
-        f"Drawn by `benchmarks/smollm2.py` from `{RECORD.relative_to(ROOT)}`. Rewards and lengths "
-        f"are means of the first and the last {ENDS} steps, minutes those of all steps, with "
+        f"Drawn by `benchmarks/smollm2.py` from `{RECORD.relative_to(ROOT)}`. Rewards and lengths",
+        f"are means of the first and the last {ENDS} steps, minutes those of all steps, with",
         "evaluations and the hand-over, without the start.",
         "",
         *fact_list(record["facts"]),

@@ -91,7 +91,7 @@ def test_files_named_in_pages_exist():
 
 def test_readme_is_short_and_links_every_page():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 100
+    assert len(text.splitlines()) <= 125
     linked = {(ROOT / name).resolve() for name in re.findall(r"\((docs/[^)#]+)", text)}
     # Pages that include CONTRIBUTING.md, CHANGELOG.md and examples/, and the reference.
     left_out = {"contributing.md", "changelog.md", "examples.md", "api.md", "what_was_run.md"}

@@ -126,7 +126,7 @@ class Run:
 
     def require_rewards(self, step: int, collected: Collected) -> None:
         """Raise RunStopped on all ranks, after a checkpoint of the steps before, if the step has no
-        valid sample because rewards failed. A step whose other groups are all filtered goes on,
+        valid sample because rewards failed. A step whose other groups are all filtered continues,
         and learns nothing."""
         why_not_valid = collected.table.why_not_valid
         if None in why_not_valid or any(collected.table.dropped):

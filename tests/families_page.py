@@ -96,7 +96,7 @@ def proofs() -> Proofs:
 def splits() -> dict[str, list[str]]:
     """model_type -> splits of `test_family_invariance`, of all its models together."""
     found: dict[str, list[str]] = {}
-    test = test_family_invariance.test_update_is_that_of_one_process
+    test = test_family_invariance.test_update_matches_single_process
     for arch, split, *_ in parameters_of(test):
         of_family = found.setdefault(_model_type(arch), [])
         if split not in of_family:

@@ -1,4 +1,4 @@
-"""What must be on the disk before the program goes on."""
+"""What must be on the disk before the program continues."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def _check_order(asked: Sequence[Message], answer: Sequence[Message], side: _Sid
         )
     if role != "assistant" and role not in TOOL_ROLES:
         raise RejectedRow(
-            f"{side.place} goes on after the prompt with a message of the role {role!r}",
+            f"{side.place} continues after the prompt with a message of the role {role!r}",
             "begin it with what the assistant is to answer, or with the whole prompt",
         )
 

@@ -1,6 +1,6 @@
 """Megatron's saves of `--async-save`: its queue of requests, which a process of each rank writes.
 
-    rank      copy in host memory ─► training goes on ─► every step: ended on all ranks? finalize
+    rank      copy in host memory ─► training continues ─► every step: ended on all ranks? finalize
     process                      └─► write, flush ─────────────────────┘
 
 The process is that of `patches/megatron/background_saving`. Functions are collective over the

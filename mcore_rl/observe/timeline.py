@@ -99,7 +99,7 @@ def _merged(spans: Sequence[TimeSpan], most: int) -> list[TimeSpan]:
     left = list(spans)
     while len(left) > most:
         at = min(range(1, len(left)), key=lambda i: left[i].end - left[i].start)
-        # What was interrupted goes on.
+        # What was interrupted continues.
         goes_on = at + 1 < len(left) and left[at + 1].what == left[at - 1].what
         last = at + goes_on
         left[at - 1 : last + 1] = [left[at - 1]._replace(end=left[last].end)]

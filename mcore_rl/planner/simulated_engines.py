@@ -356,7 +356,7 @@ class Sampling:
         self._start(group)
 
     def _start(self, group: Group) -> None:
-        """Submit the requests of a group that begins or goes on, once their environments have
+        """Submit the requests of a group that begins or continues, once their environments have
         started; or ask their tools."""
         engine, requests = group.engine, tuple(group.requests)
 
@@ -402,7 +402,7 @@ class Sampling:
         self._after(self._workload.tool_seconds, answer)
 
     def _after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call later, even if no time passes until then: a schedule that goes on is over."""
+        """Call later, even if no time passes until then: a schedule that continues is over."""
         event = self._env.timeout(seconds)
         assert event.callbacks is not None, "it is new"
         event.callbacks.append(lambda _: call())

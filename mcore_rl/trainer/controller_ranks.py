@@ -41,7 +41,7 @@ class Wait:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._seconds = 0.0  # of waits that have ended
-        self._since: float | None = None  # of the one that goes on
+        self._since: float | None = None  # of the one that continues
 
     @property
     def seconds(self) -> float:

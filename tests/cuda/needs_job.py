@@ -52,9 +52,9 @@ def main() -> None:
             learned = learn(short, Path(folder) / "short", slot, **layout)
             needs.append(of_all_layers(learned, published))
         for slot in map(int, whole_slots):
-            learnt = learn(published, Path(folder) / "whole", slot, **layout)
-            unlike += [tensor for tensor in learnt if learnt[tensor] != needs[slot].get(tensor)]
-            unlike += [tensor for tensor in needs[slot] if tensor not in learnt]
+            learned = learn(published, Path(folder) / "whole", slot, **layout)
+            unlike += [tensor for tensor in learned if learned[tensor] != needs[slot].get(tensor)]
+            unlike += [tensor for tensor in needs[slot] if tensor not in learned]
         (Path(folder) / name).write_bytes(pickle.dumps(needs))
         said[name] = {"unlike": unlike[:10]}
     print(json.dumps(said))

@@ -13,7 +13,7 @@ vLLM's own allocator of the sleep mode, the driver's mapping of memory: what is 
 overwritten, and comes back so.
 
 With `large_on_meta` everything of more than 64 Ki elements is a meta tensor: DeepSeek-V3 takes
-under 1 GB, and needs can be learnt, but nothing is loaded.
+under 1 GB, and needs can be learned, but nothing is loaded.
 
 Out of reach: kernels, the memory that profiling finds, the KV cache, CUDA graphs.
 """
@@ -272,7 +272,7 @@ def _fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 def write_config(folder: Path, config_json: Mapping[str, Any]) -> Path:
-    """A folder with config.json alone, for which needs can be learnt; without quantisation."""
+    """A folder with config.json alone, for which needs can be learned; without quantisation."""
     folder.mkdir(parents=True, exist_ok=True)
     # Without architectures, as our copies of published files are, vLLM makes a model of embeddings.
     architecture = FAMILIES[config_json["model_type"]].class_name

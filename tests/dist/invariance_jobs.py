@@ -47,10 +47,10 @@ def learn(flags: list[str], target: str, num_steps: int = 2) -> dict[str, Any]:
         uneven += _num_uneven([each.token_ids.numel() for each in rows])
         if chosen is not None:
             replayed += as_given(chosen.take(batch.actor), batch.actor)
-        learnt_from = [batch.actor]
+        learned_from = [batch.actor]
         if models.role is not None:
-            learnt_from.append(models.role.served.batch)
-        for counter, part in zip(forwards, learnt_from, strict=True):
+            learned_from.append(models.role.served.batch)
+        for counter, part in zip(forwards, learned_from, strict=True):
             counter.expect(part)
     export_models(models, Path(target))
     chunks = [*models.state.chunks, *(models.critic.state.chunks if models.critic else [])]

@@ -287,12 +287,12 @@ def take_step(
 ) -> dict[str, float]:
     """One step of the algorithm on `samples`, of which `batch` is made; what it measured."""
     batch = learner.with_advantages(samples, learner.with_log_probs(batch))
-    learnt = learner.update(step, batch)
+    learned = learner.update(step, batch)
     found = dict(batch.metrics)
-    for stats in learnt.actor:
+    for stats in learned.actor:
         if stats.mismatch is not None:
             found.update(mismatch_metrics(stats.mismatch))
-    for number, stats in enumerate([*learnt.actor, *learnt.critic]):
+    for number, stats in enumerate([*learned.actor, *learned.critic]):
         found[f"{number} grad_norm"] = stats.result.grad_norm
         if getattr(stats, "indexer_loss", None) is not None:
             found[f"{number} indexer_loss"] = stats.indexer_loss

@@ -38,7 +38,7 @@ MEETING_SECONDS = 300
 
 
 class Received:
-    """What reaches this rank while samples are learnt from: bytes from each side, and the largest
+    """What reaches this rank while samples are learned from: bytes from each side, and the largest
     tensor of all that is told to every rank, in numbers."""
 
     def __init__(self, job: Job) -> None:

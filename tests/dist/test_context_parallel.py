@@ -14,7 +14,7 @@ import pytest
 from tests.dist.checkpoints import assert_log_probs_equal_transformers
 from tests.dist.layouts import job_flags
 from tests.dist.test_invariance import ALGORITHMS, COMMON_FLAGS
-from tests.dist.updates import PPO_JOB, Outcome, differences_of, learnt
+from tests.dist.updates import PPO_JOB, Outcome, differences_of, learned
 from tests.rank_pool import RankPool
 
 
@@ -76,7 +76,7 @@ def test_ppo_update_is_the_same_where_actor_and_critic_differ_in_their_layouts(
         # Drawn at random: on a processor with AVX2 alone a tie of the actor's router was decided
         # in another way in another layout.
         common += ["--rl-routing-replay", "r3"]
-        return learnt(ranks, [*common, *flags], world_size, tmp_path / name, job=PPO_JOB)
+        return learned(ranks, [*common, *flags], world_size, tmp_path / name, job=PPO_JOB)
 
     # Actor CP2 x DP2, its critic TP2 x CP2: what a rank's row is a multiple of differs, too.
     different = learn(

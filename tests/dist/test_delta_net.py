@@ -15,7 +15,7 @@ from tests.dist.checkpoints import assert_log_probs_equal_transformers, differin
 from tests.dist.layouts import job_flags
 from tests.dist.test_family_invariance import CP2, FLAGS, TP2
 from tests.dist.test_invariance import JOB
-from tests.dist.updates import Outcome, differences_of, learnt
+from tests.dist.updates import Outcome, differences_of, learned
 from tests.multimodal import make_multimodal
 from tests.rank_pool import RankPool
 
@@ -63,7 +63,7 @@ def test_update_on_packed_rows_is_that_on_padded_ones(
         checkpoint = checkpoint_factory("qwen3_next")
         target = tmp_path / str(len(list(tmp_path.iterdir())))
         common = ["--rl-hf-checkpoint", str(checkpoint), *FLAGS, *flags]
-        return learnt(ranks, common, num_processes, target, job=JOB, num_steps=1)
+        return learned(ranks, common, num_processes, target, job=JOB, num_steps=1)
 
     expected = learn(1)
     for name, (num_processes, flags) in UPDATES.items():

@@ -22,7 +22,7 @@ from mcore_rl.model.families import FAMILIES
 from tests.conftest import load_script
 from tests.dist.test_fsdp import ENVIRONMENT, fsdp
 from tests.dist.test_invariance import COMMON_FLAGS, JOB
-from tests.dist.updates import TOLERANCE, Outcome, differences_of, learnt
+from tests.dist.updates import TOLERANCE, Outcome, differences_of, learned
 from tests.model_shapes import has_experts, has_one_block_a_layer
 from tests.rank_pool import ROOT, RankPool
 
@@ -91,11 +91,11 @@ def learn(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Callable[..., Outcome]:
     def learn(arch: str, num_processes: int, *flags: str) -> Outcome:
-        return learnt(
+        return learned(
             ranks,
             ["--rl-hf-checkpoint", str(checkpoint_factory(arch)), *FLAGS, *flags],
             num_processes,
-            tmp_path_factory.mktemp("learnt"),
+            tmp_path_factory.mktemp("learned"),
             job=JOB,
             num_steps=1,
             environment=ENVIRONMENT if "--use-megatron-fsdp" in flags else None,
@@ -154,7 +154,7 @@ def assert_same_of_both_classes(gpt: Outcome, hybrid: Outcome, *, is_sharded: bo
         for k, split in enumerate(splits)
     ],
 )
-def test_update_is_that_of_one_process(
+def test_update_matches_single_process(
     arch: str,
     split: str,
     model_class: str,

@@ -19,7 +19,7 @@ import pytest
 
 from mcore_rl.megatron.model_class import GPT, HYBRID
 from tests.dist.checkpoints import tensors_of
-from tests.dist.updates import TOLERANCE, Differences, Outcome, differences_of, learnt
+from tests.dist.updates import TOLERANCE, Differences, Outcome, differences_of, learned
 from tests.rank_pool import ROOT, RankPool
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
@@ -297,11 +297,11 @@ def checkpoint(checkpoint_factory: Callable[..., Path]) -> Path:
 def learn(
     checkpoint: Path, ranks: RankPool, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[Case], Outcome]:
-    return lambda case: learnt(
+    return lambda case: learned(
         ranks,
         case.flags(checkpoint),
         case.num_processes,
-        tmp_path_factory.mktemp("learnt"),
+        tmp_path_factory.mktemp("learned"),
         job=JOB,
     )
 
@@ -335,7 +335,7 @@ def test_the_reference_learns(
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_update_is_that_of_one_process(
+def test_update_matches_single_process(
     case: Case,
     learn: Callable[[Case], Outcome],
     reference_of: Callable[[str], Outcome],

@@ -190,7 +190,7 @@ def test_gradients_are_those_of_the_dense_reference(
             assert (value - expected).abs().max() <= 1e-4 * expected.abs().max() + 1e-9, layer
 
 
-def learnt(
+def learned(
     ranks: RankPool, flags: list[str], num_processes: int, target: Path, job: str = "learn"
 ) -> dict[str, Any]:
     results = ranks.run(f"{JOBS}:{job}", world_size=num_processes, flags=flags, target=target)
@@ -244,7 +244,7 @@ def alone(
             checkpoint, adapter, _ = adapted(arch)
             target = tmp_path_factory.mktemp("alone")
             flags = job_flags(checkpoint, "tp1_pp1_ep1", *RATES, *start_from(adapter))
-            made[arch] = learnt(ranks, flags, 1, target), target
+            made[arch] = learned(ranks, flags, 1, target), target
         return made[arch]
 
     return learn
@@ -264,7 +264,7 @@ def test_layouts_learn_what_one_process_learns(
     flags = job_flags(
         checkpoint, split, *RATES, *start_from(adapter), *more.split(), micro_batch_size=size
     )
-    found = learnt(ranks, flags, SPLITS[split][3], tmp_path)
+    found = learned(ranks, flags, SPLITS[split][3], tmp_path)
     expected, folder = alone(arch)
     for step, expected_step in zip(found["steps"], expected["steps"], strict=True):
         for name, value in expected_step.items():

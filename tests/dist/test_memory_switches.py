@@ -19,7 +19,7 @@ from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.timeout(400)
 
-Learnt = dict[str, Any]  # variant -> what came of it; and the precision
+Learned = dict[str, Any]  # variant -> what came of it; and the precision
 
 PPO = (
     *("--rl-algorithm", "ppo", "--rl-kl-coef", "0.05", "--rl-entropy-coef", "0.01"),
@@ -73,9 +73,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=["fp32", "bf16"])
-def learnt(
+def learned(
     request: pytest.FixtureRequest, checkpoint_factory: Callable[..., Path], ranks: RankPool
-) -> Learnt:
+) -> Learned:
     """What came of each variant."""
     checkpoint, precision = checkpoint_factory("deepseek_v3"), request.param
     flags = job_flags(checkpoint, "tp1_pp1_ep1", *PPO, precision=precision, micro_batch_size=1)
@@ -94,16 +94,16 @@ def _assert_same_bits(found: dict[str, Any], expected: dict[str, Any]) -> None:
     assert found["critic"] == expected["critic"]
 
 
-def test_steps_learn(learnt: Learnt) -> None:
+def test_steps_learn(learned: Learned) -> None:
     """Else all would be the same whatever the switches did."""
-    steps = learnt["nothing"]["steps"]
+    steps = learned["nothing"]["steps"]
     assert steps[0] != steps[1] and steps[0].keys() == steps[1].keys()
     assert {"0 policy_loss", "0 grad_norm", "kl/rollout_actor"} <= steps[0].keys()
 
 
 @pytest.mark.parametrize("name", RECOMPUTE)
-def test_recomputation_changes_no_bit(learnt: Learnt, name: str) -> None:
-    found, expected = learnt[f"recompute {name}"], learnt["nothing"]
+def test_recomputation_changes_no_bit(learned: Learned, name: str) -> None:
+    found, expected = learned[f"recompute {name}"], learned["nothing"]
     _assert_same_bits(found, expected)
     # It does what it says, to the actor and to the critic.
     attention_twice = name != "feed-forward"
@@ -112,40 +112,40 @@ def test_recomputation_changes_no_bit(learnt: Learnt, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", OFFLOAD)
-def test_offload_changes_no_bit(learnt: Learnt, name: str) -> None:
-    found = learnt[f"offload {name}"]
-    _assert_same_bits(found, learnt["nothing"])
+def test_offload_changes_no_bit(learned: Learned, name: str) -> None:
+    found = learned[f"offload {name}"]
+    _assert_same_bits(found, learned["nothing"])
     taken = {kind for kind, size in (found["moved_bytes"] | found["dropped_bytes"]).items()}
     assert taken == (set(KINDS) if name.startswith("all") else {name})
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_chunks_of_log_probs_change_no_bit_but_of_the_output_weights_gradient(
-    learnt: Learnt, chunk: int
+    learned: Learned, chunk: int
 ) -> None:
     """That gradient is a sum over chunks, whose order rounding sees."""
-    found, expected = learnt[f"chunk {chunk}"]["first"], learnt["unclipped"]["first"]
+    found, expected = learned[f"chunk {chunk}"]["first"], learned["unclipped"]["first"]
     assert found["log_probs"] == expected["log_probs"]
     assert found["sums"] == expected["sums"]
     assert found["num_gradients"] == expected["num_gradients"] > 10
     ((name, difference),) = found["gradients_apart"].items()
     assert name.endswith(OUTPUT_WEIGHT)
-    assert difference < LARGEST_DIFFERENCE[learnt["precision"]]
+    assert difference < LARGEST_DIFFERENCE[learned["precision"]]
 
 
 def test_computed_saving_of_recomputation_is_near_what_the_model_keeps(
-    learnt: Learnt,
+    learned: Learned,
 ) -> None:
-    full, nothing = learnt["recompute full"], learnt["nothing"]
+    full, nothing = learned["recompute full"], learned["nothing"]
     measured = nothing["kept_bytes"] - full["kept_bytes"]
     computed = full["computed"]["whole_bytes"] - full["computed"]["kept_bytes"]
-    assert LEAST_SHARE[learnt["precision"]] <= computed / measured <= 1.0
+    assert LEAST_SHARE[learned["precision"]] <= computed / measured <= 1.0
 
 
-def test_lines_say_what_is_switched_on(learnt: Learnt) -> None:
-    assert learnt["nothing"]["lines"] == []
+def test_lines_say_what_is_switched_on(learned: Learned) -> None:
+    assert learned["nothing"]["lines"] == []
     for name in RECOMPUTE:
-        (line,) = learnt[f"recompute {name}"]["lines"]
+        (line,) = learned[f"recompute {name}"]["lines"]
         assert line.startswith("actor: activation recomputation (")
-    (line,) = learnt["chunk 7"]["lines"]
+    (line,) = learned["chunk 7"]["lines"]
     assert line.startswith("actor: chunked log-probs (--rl-log-prob-chunk-tokens 7), computed")

@@ -28,7 +28,7 @@ from tests.dist.test_family_invariance import (
 from tests.dist.test_fsdp import ENVIRONMENT, RATES, fsdp
 from tests.dist.test_invariance import ALGORITHMS, JOB, RECOMPUTE, STAGES
 from tests.dist.test_other_layout import FLAGS as PPO_FLAGS
-from tests.dist.updates import TOLERANCE, Outcome, assert_alike, learnt
+from tests.dist.updates import TOLERANCE, Outcome, assert_alike, learned
 from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
@@ -87,7 +87,7 @@ def test_updates_are_those_of_gpt_model_bit_for_bit(
     case = UPDATES[name]
     checkpoint = checkpoint_factory(case.arch, **case.options)
     expected, found = (
-        learnt(
+        learned(
             ranks,
             ["--rl-hf-checkpoint", str(checkpoint), *FLAGS, *case.flags, *of_class(name)],
             case.num_processes,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.dist.layouts import SPLITS, job_flags
-from tests.dist.updates import PPO_JOB, Outcome, learnt
+from tests.dist.updates import PPO_JOB, Outcome, learned
 from tests.rank_pool import RankPool
 
 FLAGS = tuple(
@@ -27,11 +27,11 @@ def both(
     """What came of samples that are scored in the update, and before it."""
     flags = job_flags(checkpoint_factory("deepseek_v3"), SPLIT, *FLAGS, micro_batch_size=1)
     in_update, before = (
-        learnt(
+        learned(
             ranks,
             flags,
             SPLITS[SPLIT][3],
-            tmp_path_factory.mktemp("learnt"),
+            tmp_path_factory.mktemp("learned"),
             job=PPO_JOB,
             scores_in_update=scores_in_update,
         )

@@ -15,7 +15,7 @@ import pytest
 
 from tests.dist.checkpoints import tensors_of
 from tests.dist.layouts import SPLITS, job_flags
-from tests.dist.updates import PPO_JOB, TOLERANCE, Outcome, assert_alike, learnt
+from tests.dist.updates import PPO_JOB, TOLERANCE, Outcome, assert_alike, learned
 from tests.rank_pool import RankPool
 
 # As in test_invariance: every term is on, and the weights show the gradient. The rates are low
@@ -54,8 +54,8 @@ def learn(
     def learn(split: str, *more: str) -> Outcome:
         checkpoint = checkpoint_factory("deepseek_v3")
         flags = job_flags(checkpoint, split, *PPO_FLAGS, *more, micro_batch_size=1)
-        target = tmp_path_factory.mktemp("learnt")
-        return learnt(ranks, flags, SPLITS[split][3], target, job=PPO_JOB)
+        target = tmp_path_factory.mktemp("learned")
+        return learned(ranks, flags, SPLITS[split][3], target, job=PPO_JOB)
 
     return learn
 

@@ -19,7 +19,7 @@ from tests.dist.ppo_jobs import scored_samples
 from tests.dist.test_ppo import PACKED, PPO_FLAGS
 from tests.dist.test_value_model import TOLERANCE as SCORE_TOLERANCE
 from tests.dist.test_value_model import reference_values, reward_model
-from tests.dist.updates import PPO_JOB, Outcome, assert_alike, learnt
+from tests.dist.updates import PPO_JOB, Outcome, assert_alike, learned
 from tests.rank_pool import RankPool
 
 # Rank 0 and 1 act in two stages, 2 to 5 criticise by TP2 and DP2, 6 rewards.
@@ -107,7 +107,7 @@ def test_a_critic_of_its_own_ranks_learns_while_the_actor_does_and_the_same(
     """That they are in every update together is what `learn_apart` waits for."""
     results, target = apart
     flags = job_flags(checkpoint, "tp1_pp1_ep1", *PPO_FLAGS, micro_batch_size=1)
-    expected = learnt(ranks, flags, 1, tmp_path, job=PPO_JOB)
+    expected = learned(ranks, flags, 1, tmp_path, job=PPO_JOB)
     assert_alike(Outcome.of([{"steps": results[0]["steps"]}], target), expected)
 
 

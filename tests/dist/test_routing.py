@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tests.dist.checkpoints import tensors_of
 from tests.dist.layouts import job_flags
 from tests.dist.test_invariance import JOB
-from tests.dist.updates import Outcome, learnt
+from tests.dist.updates import Outcome, learned
 from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
@@ -164,8 +164,8 @@ def learn(
 
     def learn(recompute: str) -> Outcome:
         more = f"--recompute-granularity {recompute}".split() if recompute else []
-        target = tmp_path_factory.mktemp("learnt")
-        return learnt(ranks, [*flags, *more], 2, target, job=JOB, num_steps=1)
+        target = tmp_path_factory.mktemp("learned")
+        return learned(ranks, [*flags, *more], 2, target, job=JOB, num_steps=1)
 
     return learn
 

@@ -27,7 +27,7 @@ from tests.dist.layouts import SPLITS, job_flags
 from tests.dist.test_families import saved_by_transformers
 from tests.dist.test_family_invariance import FLAGS
 from tests.dist.test_invariance import JOB
-from tests.dist.updates import Outcome, assert_alike, learnt
+from tests.dist.updates import Outcome, assert_alike, learned
 from tests.rank_pool import RankPool
 
 pytestmark = pytest.mark.timeout(400)
@@ -184,11 +184,11 @@ def learn(
     checkpoint = checkpoint_factory("glm_5_2")
 
     def learn(num_processes: int, *flags: str) -> Outcome:
-        return learnt(
+        return learned(
             ranks,
             ["--rl-hf-checkpoint", str(checkpoint), *FLAGS, *PACKED, *flags],
             num_processes,
-            tmp_path_factory.mktemp("learnt"),
+            tmp_path_factory.mktemp("learned"),
             job=JOB,
             num_steps=1,
         )

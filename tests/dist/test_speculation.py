@@ -467,7 +467,7 @@ def test_mtp_layers_learn_to_predict(hand_over_trained: Any) -> None:
         assert found["losses"][-1] < found["losses"][0] - 1
 
 
-def test_a_drafter_gets_what_has_been_learnt(hand_over_trained: Any) -> None:
+def test_a_drafter_gets_what_has_been_learned(hand_over_trained: Any) -> None:
     checkpoint, folder, results = hand_over_trained
     before, after = tensors_of(checkpoint), tensors_of(folder / "after")
     for found in results:

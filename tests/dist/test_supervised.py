@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from mcore_rl.data.demonstrations import Demonstrations, load_demonstrations, load_pairs
 from mcore_rl.data.options import DataOptions, SupervisedOptions
 from mcore_rl.data.prompts import prompt_indices
+from tests.dist import updates
 from tests.dist.checkpoints import loaded, tensors_of
-from tests.dist.updates import Outcome, assert_alike, learnt
+from tests.dist.updates import Outcome, assert_alike
 from tests.e2e.recipe import metrics_of, run_job
 from tests.rank_pool import RankPool
 
@@ -289,7 +290,7 @@ def test_demonstrations_alone_have_their_weight(
 ) -> None:
     """Samples with equal rewards teach nothing; the rows of a step are those of its number."""
     flags, world_size = SPLITS[split]
-    outcome = learnt(
+    outcome = updates.learned(
         *(ranks, both_flags(task, *flags), world_size, tmp_path), job=BOTH_JOB, equal_rewards=True
     )
     rows = task.taught(task.train)
@@ -313,7 +314,7 @@ def test_demonstrations_alone_have_their_weight(
 def both(task: Task, ranks: RankPool, tmp_path_factory: Any) -> Outcome:
     flags = both_flags(task, *SPLITS["padded"][0], "--rl-num-mini-batches", "2")
     target = tmp_path_factory.mktemp("both")
-    return learnt(ranks, flags, 1, target, job=BOTH_JOB, equal_rewards=False)
+    return updates.learned(ranks, flags, 1, target, job=BOTH_JOB, equal_rewards=False)
 
 
 @pytest.mark.parametrize("split", ["dp2", "tp2", "vpp2", "cp2"])
@@ -322,6 +323,6 @@ def test_both_losses_are_the_same_in_every_split(
 ) -> None:
     flags, world_size = SPLITS[split]
     flags = both_flags(task, *flags, "--rl-num-mini-batches", "2")
-    found = learnt(ranks, flags, world_size, tmp_path, job=BOTH_JOB, equal_rewards=False)
+    found = updates.learned(ranks, flags, world_size, tmp_path, job=BOTH_JOB, equal_rewards=False)
     assert all(step["loss/sft"] > 0 and step["loss/policy"] != 0 for step in both.found["steps"])
     assert_alike(found, both)

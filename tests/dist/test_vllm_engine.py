@@ -82,7 +82,7 @@ def test_learning_needs_changes_nothing_and_can_be_repeated(results, case):
     for rank in results:
         found = rank["hand_over"][case]
         assert found["after_learning"] == [[], False]
-        assert found["learnt_again_differs"] == []
+        assert found["learned_again_differs"] == []
         assert all(boxes == [] for boxes in found["mtp_needs"])
 
 
@@ -100,13 +100,13 @@ def test_closing_leaves_no_shared_memory_and_the_world_in_place(results):
     ("case", "words"),
     [
         ("generate on dummy weights", "no complete set of weights; call reload first"),
-        ("missing, nothing learnt", r"does not fill vLLM's parameter .*w13_weight.*\[3:4, "),
+        ("missing, nothing learned", r"does not fill vLLM's parameter .*w13_weight.*\[3:4, "),
         ("generate after a failure", "no complete set of weights"),
         ("unknown", r"loader failed at model\.layers\.0\.mlp\.gate\.weight"),
         ("unknown expert", r"model\.layers\.1\.mlp\.experts\.99\.up_proj\.weight"),
         ("too small", r"does not fill vLLM's parameter .*w13_weight.*\[3:4, "),
         ("twice", r"model\.norm\.weight was given to reload twice"),
-        ("missing, learnt", r"not given to reload.*: model\.norm\.weight"),
+        ("missing, learned", r"not given to reload.*: model\.norm\.weight"),
         ("outside the slices", r"not given to reload.*: \[8:\d+, 0:\d+\] of .*experts\.3\.up_proj"),
         ("a part twice", r"model\.norm\.weight was given to reload twice \(\[32:64\] and \[0:40\]"),
         ("a part missing", r"not given to reload.*: \[40:48\] of model\.norm\.weight"),

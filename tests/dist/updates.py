@@ -34,7 +34,7 @@ class Outcome:
         return cls(results[0], weights)
 
 
-def learnt(
+def learned(
     ranks: RankPool, flags: list[str], num_processes: int, target: Path, *, job: str, **more: Any
 ) -> Outcome:
     """Run `job(flags, target, **more)`; `more` may have options of `RankPool.run`, too."""

@@ -149,7 +149,7 @@ def hand_over(checkpoint: Path, **config: Any) -> dict[str, Any]:
     engine.reload(halves(weights, needs), witness)
     result["after_halves"] = [differing(engine, stored), scores_differ()]
     result["witnessed"] = [witness.elements, witness.wrong]
-    result["learnt_again_differs"] = differing_needs(engine, weights, needs)
+    result["learned_again_differs"] = differing_needs(engine, weights, needs)
     engine.sleep()
     asleep = reached(engine)
     engine.wake_weights()
@@ -238,7 +238,7 @@ def strictness(checkpoint: Path) -> dict[str, str]:
     short = {**weights, expert: weights[expert][:-1]}
     errors = {
         "generate on dummy weights": error_of(lambda: engine.prompt_log_probs(SEQUENCES)),
-        "missing, nothing learnt": reload(without(expert)),
+        "missing, nothing learned": reload(without(expert)),
         "generate after a failure": error_of(lambda: engine.prompt_log_probs(SEQUENCES)),
         "unknown": reload({**weights, "model.layers.0.mlp.gate.weight": weights[norm]}),
         "unknown expert": reload({**weights, expert.replace(".3.", ".99."): weights[expert]}),
@@ -246,7 +246,7 @@ def strictness(checkpoint: Path) -> dict[str, str]:
         "twice": error_of(lambda: engine.reload(twice())),
     }
     needs = engine.learn_needs(metadata_of(weights))
-    errors["missing, learnt"] = reload(without(norm))
+    errors["missing, learned"] = reload(without(norm))
     held = {**needs, expert: [((0, 8), needs[expert][0][1])]}
     errors["outside the slices"] = reload(slices(weights, held))
     rest = list(without(norm).items())

@@ -120,7 +120,7 @@ def test_recipe_learns(
         assert max(m["kl/rollout_actor"] for m in steps) < 0.01
 
 
-def test_a_task_of_two_turns_is_learnt(
+def test_a_task_of_two_turns_is_learned(
     warmed_checkpoint: Path, ranks: RankPool, tmp_path: Path
 ) -> None:
     """What is asked for is in the calculator's memory, and no first turn can know it."""

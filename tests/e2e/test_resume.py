@@ -274,7 +274,7 @@ def test_the_reference_is_in_checkpoints_where_no_folder_has_it(
             assert (each.folder / "checkpoints" / f"iter_{step:07d}" / "reference").is_dir()
 
 
-def test_the_run_says_where_it_goes_on(runs: tuple[Run, Run, Run]) -> None:
+def test_the_run_says_where_it_resumes(runs: tuple[Run, Run, Run]) -> None:
     _, killed, resumed = runs
     given = read_config(killed.folder / "config.yaml").given
     first = given["save-interval"] if "async-save" in given else SAVED_AT

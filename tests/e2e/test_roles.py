@@ -80,7 +80,7 @@ def test_both_roles_do_their_part_in_every_step(runs: list) -> None:
         assert step["reward/mean"] == pytest.approx(parts)
 
 
-def test_a_run_goes_on_with_its_critic(runs: list) -> None:
+def test_a_run_resumes_with_its_critic(runs: list) -> None:
     (_, first), (said, second) = runs
     assert [step["step"] for step in second] == [2, 3]
     assert "no critic lies beside" not in said

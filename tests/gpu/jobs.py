@@ -253,7 +253,7 @@ def reference_swaps(flags: list[str]) -> dict[str, Any]:
     with reference:
         inside = actor.log_probs(batch)
     found = {
-        "learnt": begin != now and not torch.equal(at_begin, after),
+        "learned": begin != now and not torch.equal(at_begin, after),
         "reference's": float((inside - at_begin).abs().max()),
         "back": state_digests(actor.state) == now,
         "actor's": float((actor.log_probs(batch) - after).abs().max()),

@@ -33,4 +33,4 @@ def test_the_reference_is_swapped_in_and_out_bit_for_bit(
 ) -> None:
     flags = bf16_flags(checkpoint_factory("qwen3", "small"))
     (found,) = play("tests.gpu.jobs:reference_swaps", tmp_path, flags=flags)
-    assert found == {"learnt": True, "reference's": 0.0, "back": True, "actor's": 0.0}
+    assert found == {"learned": True, "reference's": 0.0, "back": True, "actor's": 0.0}

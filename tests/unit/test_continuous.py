@@ -389,7 +389,7 @@ def test_prompts_of_groups_that_have_left_are_let_go() -> None:
     run.close()
 
 
-def test_sampling_goes_on_while_groups_are_removed_from_the_bank() -> None:
+def test_sampling_continues_while_groups_are_removed_from_the_bank() -> None:
     run = Run(4)
     for version in range(1, 4):
         run.step(version)

@@ -204,7 +204,7 @@ def test_prompt_may_be_a_later_question_of_both_conversations() -> None:
         ({"chosen": [ASKED, TWO], "rejected": [AGAIN, FOUR]}, "no common beginning"),
         (
             {"chosen": [ASKED, TWO, AGAIN, FOUR], "rejected": [ASKED, TWO, ASKED, TWO]},
-            "goes on after the prompt with .* 'user'",
+            "continues after the prompt with .* 'user'",
         ),
         ({"prompt": "7", "chosen": [ASKED, TWO], "rejected": [ASKED, TEN]}, "not have the prompt"),
         ({"prompt": [AGAIN], "chosen": [ASKED, TWO], "rejected": "10"}, "not have the prompt"),

@@ -480,7 +480,7 @@ def test_a_failing_start_fails_its_own_sample_only(pool):
     assert pool.num_open == 0
 
 
-def test_a_process_that_prints_much_or_forks_goes_on(pool, capfd):
+def test_a_process_that_prints_much_or_forks_continues(pool, capfd):
     (first,) = started(pool, 1)
     assert asked(pool, first, "print much") == Stepped("printed", 0.0, False)
     assert capfd.readouterr().out == ""

@@ -141,7 +141,7 @@ def test_a_refusal_that_keeps_a_field_in_its_sentence_is_noticed(
     assert bool(found) == bool(told)
 
 
-def test_tables_of_reasons_hold_reason_and_remedy_apart() -> None:
+def test_tables_of_reasons_separate_reason_and_remedy() -> None:
     pairs = [*classes.REFUSED.values(), *classes.REFUSED_OTHERWISE.values()]
     pairs += [pair for _, pair in classes.REFUSED_VALUES.values()]
     pairs += [classes.OWN_RL_REASON]

@@ -627,11 +627,11 @@ def test_ppo_gives_values_and_returns_to_actor_and_critic():
     outcomes = torch.tensor([1.0] * 4 + [0.0] * 2 + [2.0] * 3)
     assert torch.equal(actor.returns[mask], outcomes)
     assert torch.equal(actor.values, actor.token_ids.float())
-    learnt = NotedUpdates()
-    served.model.update = learnt.update
+    learned = NotedUpdates()
+    served.model.update = learned.update
     learner.update(0, batch)
-    assert [torch.equal(part.values, actor.values) for part in learnt] == [True]
-    assert [torch.equal(part.returns, actor.returns) for part in learnt] == [True]
+    assert [torch.equal(part.values, actor.values) for part in learned] == [True]
+    assert [torch.equal(part.returns, actor.returns) for part in learned] == [True]
     values = actor.token_ids[mask].float()
     assert torch.equal(actor.advantages[mask], outcomes - values)
     assert batch.metrics["critic/value_mean"] == pytest.approx(float(values.mean()))
@@ -649,14 +649,14 @@ def test_values_travel_between_two_orders_of_the_samples(monkeypatch: pytest.Mon
     backwards = take(own.actor, (((3, 1, 0, 2),),))
     values = learner.critic.begin_values(own)()
     assert torch.equal(values, own.actor.token_ids.float())
-    learnt = NotedUpdates()
-    served.model.update = learnt.update
+    learned = NotedUpdates()
+    served.model.update = learned.update
     returns = own.actor.token_ids.double()  # as an estimator of a user's may make them
     actor = dataclasses.replace(own.actor, returns=returns)
     stats = learner.critic.begin_update(dataclasses.replace(own, actor=actor))()
-    assert learnt[0].returns.dtype == torch.float32
-    assert torch.equal(learnt[0].returns, backwards.token_ids.float())
-    assert torch.equal(learnt[0].values, backwards.token_ids.float())
+    assert learned[0].returns.dtype == torch.float32
+    assert torch.equal(learned[0].returns, backwards.token_ids.float())
+    assert torch.equal(learned[0].values, backwards.token_ids.float())
     assert [each.sums.stacked().tolist() for each in stats] == [list(range(8))]
 
 
@@ -741,11 +741,11 @@ def test_log_probs_need_own_pass_with_dropout(monkeypatch):
 
 def test_updates_visit_mini_batches_once_per_epoch_critic_first():
     learner, log = learner_of(algorithm="ppo", num_mini_batches=2, num_epochs=6)
-    learnt = learner.update(0, evaluated(learner, scored()))
+    learned = learner.update(0, evaluated(learner, scored()))
     parts = [samples for name, samples in log if name == "actor"]
     assert log == [(name, part) for name in ("critic", "actor") for part in parts]
-    assert learnt.actor == ["actor"] * 12
-    assert [each.result for each in learnt.critic] == [STATS_OF_CRITIC.result] * 12
+    assert learned.actor == ["actor"] * 12
+    assert [each.result for each in learned.critic] == [STATS_OF_CRITIC.result] * 12
     epochs = [parts[at : at + 2] for at in range(0, 12, 2)]
     halves = [[0, 1], [2, 3]]  # the samples of a prompt stay together
     assert all(epoch in (halves, halves[::-1]) for epoch in epochs)
@@ -769,24 +769,24 @@ def test_fields_follow_samples_in_every_epoch():
     )
     batch = evaluated(learner, scored())
     assert any(part.sample_ids[0] != 0 for part in (batch.actor, *batch.actor.later))
-    learnt = {"actor": NotedUpdates(), "critic": NotedUpdates()}
-    learner.actor.update = learnt["actor"].append
-    served_critic(learner).model.update = learnt["critic"].update
+    learned = {"actor": NotedUpdates(), "critic": NotedUpdates()}
+    learner.actor.update = learned["actor"].append
+    served_critic(learner).model.update = learned["critic"].update
     learner.update(0, batch)
     of_sample: dict[tuple[str, int], set[tuple]] = {}
     for name, fields in (
         ("actor", ("token_ids", "advantages", "ref_log_probs", "values", "weights")),
         ("critic", ("token_ids", "values", "returns")),
     ):
-        assert len(learnt[name]) == 8
-        for part in learnt[name]:
+        assert len(learned[name]) == 8
+        for part in learned[name]:
             for number, sample in enumerate(part.sample_ids.tolist()):
                 alone = take(part, (((number,),),))
                 kept = torch.stack([getattr(alone, field).float() for field in fields])
                 if name == "actor":
                     kept = kept[:, alone.loss_mask]
                 of_sample.setdefault((name, sample), set()).add(tuple(kept.flatten().tolist()))
-    assert of_sample.keys() == {(name, sample) for name in learnt for sample in range(4)}
+    assert of_sample.keys() == {(name, sample) for name in learned for sample in range(4)}
     assert all(len(seen) == 1 for seen in of_sample.values())
 
 
@@ -808,8 +808,8 @@ def test_actor_is_not_updated_during_critic_warmup():
     learner, log = learner_of(algorithm="ppo", critic_warmup_steps=2)
     batch = evaluated(learner, scored())
     for step in range(3):
-        learnt = learner.update(step, batch)
-        assert len(learnt.critic) == 1 and len(learnt.actor) == (1 if step == 2 else 0)
+        learned = learner.update(step, batch)
+        assert len(learned.critic) == 1 and len(learned.actor) == (1 if step == 2 else 0)
     assert [name for name, _ in log] == ["critic", "critic", "critic", "actor"]
 
 

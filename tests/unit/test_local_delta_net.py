@@ -37,7 +37,7 @@ def bounds_of(lengths: tuple[int, ...]) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_tokens", [1, 63, 64, 65, 193])
 def test_rule_and_its_gradients_equal_the_recurrence(num_tokens: int) -> None:
-    def learnt(rule: object, named: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    def learned(rule: object, named: dict[str, torch.Tensor]) -> list[torch.Tensor]:
         leaves = {name: x.clone().requires_grad_() for name, x in named.items()}
         first = [leaves.pop(name) for name in ("q", "k", "v")]
         out, _ = rule(*first, **leaves)  # type: ignore[operator]
@@ -45,8 +45,8 @@ def test_rule_and_its_gradients_equal_the_recurrence(num_tokens: int) -> None:
         return [out.detach(), *(x.grad for x in (*first, *leaves.values()))]
 
     named = inputs_of(num_tokens)
-    expected = learnt(peer.torch_recurrent_gated_delta_rule, named)
-    for found, of_peer in zip(learnt(chunk_gated_delta_rule, named), expected, strict=True):
+    expected = learned(peer.torch_recurrent_gated_delta_rule, named)
+    for found, of_peer in zip(learned(chunk_gated_delta_rule, named), expected, strict=True):
         largest = float(of_peer.abs().max())
         torch.testing.assert_close(found, of_peer, rtol=1e-5, atol=1e-5 * largest)
 

@@ -137,7 +137,7 @@ def keys_of_queries(rows: ModelRows) -> dict[int, list[int]]:
     return seen
 
 
-def test_segments_of_different_lengths_are_batched_apart() -> None:
+def test_segments_of_different_lengths_are_batched_separately() -> None:
     bounds = torch.tensor([0, 100, 190, 290, 300, 303]).int()
     sizes = {tuple(batch.keys.shape) for batch in similar_segments(bounds, None)}
     assert sizes == {(3, 100), (2, 10)}

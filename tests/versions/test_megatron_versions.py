@@ -72,7 +72,7 @@ def test_what_vllm_stores_is_what_its_own_loader_stores(tried: Tried) -> None:
     assert_stored_as_loaded(tried.job)
 
 
-def test_a_run_goes_on_bit_for_bit(tried: Tried) -> None:
+def test_a_run_resumes_bit_for_bit(tried: Tried) -> None:
     assert_resumed(tried.job)
 
 

@@ -125,7 +125,7 @@ class Received:
     top_tokens: list[TopTokens] = field(default_factory=list)  # of each token, if asked for
     finish_reason: str | None = None  # "stop" or "length" of a complete response
     routes: Routes | None = None  # of a complete response
-    # Whether a response ends with the last of these tokens, though the server goes on.
+    # Whether a response ends with the last of these tokens, though the server continues.
     ends: Callable[[Sequence[int]], bool] | None = None
     is_cut: bool = False  # by `ends`: the server's last event has not arrived
 

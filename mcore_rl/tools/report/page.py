@@ -61,7 +61,7 @@ def render(runs: Sequence[Run], *, live: str = "") -> str:
     return environment.get_template("page.html").render(
         runs=runs,
         live=live,
-        natural_notes=[NO_SUMMARY] if live else [],  # of a run that goes on
+        natural_notes=[NO_SUMMARY] if live else [],  # of a run that continues
         has_ended=all(run.has_ended for run in runs),
         colors=COLORS,
         subjects=subjects_of(runs),

@@ -51,7 +51,7 @@ def check_stored_adapters(load: Path, step: int, lora: Lora | None) -> None:
 def check_same_adapters(
     state: TrainerState, lora: Lora, now: str, *, load: Path, base: Path
 ) -> None:
-    """Raise UsageError unless the run goes on with its adapters' alpha and its base.
+    """Raise UsageError unless the run continues with its adapters' alpha and its base.
 
     `now` is the fingerprint of `base`, which holds the weights without adapters.
     """

@@ -80,7 +80,7 @@ class TrainerState:
         return Begin(self.sources_began_at, self.sources_drawn, self.only_source)
 
     def drawing(self, position: int, begin: Begin) -> TrainerState:
-        """Return the state of a run that goes on at a position, with sources begun at `begin`."""
+        """Return the state of a run that continues at a position, with sources begun at `begin`."""
         return dataclasses.replace(
             self,
             sampler_position=position,

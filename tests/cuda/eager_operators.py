@@ -28,6 +28,13 @@ def register() -> None:
     for library, functions in operators.items():
         for function in functions:
             library.impl(function.__name__, function)
+    _libraries.append(torch.library.Library("aten", "IMPL", "CPU"))
+    _libraries[-1].impl("mm.dtype", mm_with_dtype)  # cuBLAS's, for routers
+
+
+def mm_with_dtype(left: torch.Tensor, right: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    """A product of bfloat16 with sums and result in float32."""
+    return left.to(out_dtype) @ right.to(out_dtype)
 
 
 def silu_and_mul(result: torch.Tensor, input: torch.Tensor) -> None:

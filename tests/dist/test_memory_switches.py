@@ -43,7 +43,7 @@ OFFLOAD: dict[str, dict[str, Any]] = {
 }
 # Chunks that leave no single rows over: for up to three of them a float32 product on a CPU runs
 # another kernel, which rounds otherwise.
-CHUNKS = (7, 64)
+CHUNKS = (7, 16)
 UNCLIPPED = {"clip_grad": 0.0}  # else the norm would carry a difference into every parameter
 OUTPUT_WEIGHT = "output_layer.weight"
 # Of its gradient, over its largest element, of sums whose terms cancel: float32 keeps 24 bits,

@@ -20,6 +20,7 @@ case "$(basename "$0") $*" in *"$FAILS"*) exit 3;; esac
 """
 CHECKS = ["setup", "ruff check .", "ruff format --check ."]
 MYPY = "mypy "  # beside the others
+LINES = "python scripts/count_lines.py"
 WORKERS = (
     "--numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 20"
 )
@@ -53,8 +54,11 @@ def run_tests(folder: Path, *arguments: str, fails: str = "nothing") -> tuple[in
     [
         ((), [f"python -m pytest {WORKERS} -m quick tests/unit tests/dist tests/e2e"]),
         # The program that stands for Python names no file of tests/cuda.
-        (("--touched",), ["python -m tests.tiers", f"python -m pytest {WORKERS} --tier touched"]),
-        (("--all",), ["python -m tests.cuda.stack", f"python -m pytest {WORKERS}"]),
+        (
+            ("--touched",),
+            ["python -m tests.tiers", f"python -m pytest {WORKERS} --tier touched", LINES],
+        ),
+        (("--all",), ["python -m tests.cuda.stack", f"python -m pytest {WORKERS}", LINES]),
         (
             ("tests/unit/test_plan.py", "-k", "a b"),
             ["python -m pytest tests/unit/test_plan.py -k a b"],
@@ -73,7 +77,7 @@ def test_each_tier_runs_its_commands(arguments, tests, tmp_path):
 @pytest.mark.parametrize("check", ["ruff format", "mypy"])
 def test_failed_check_is_named_and_the_others_run(check, tmp_path):
     code, output, calls = run_tests(tmp_path, "--all", fails=check)
-    assert code == 1 and len(calls) == len([*CHECKS, MYPY]) + 2
+    assert code == 1 and len(calls) == len([*CHECKS, MYPY, LINES]) + 2
     assert output.splitlines()[-1] == f"== failed: {check}"
 
 

@@ -88,7 +88,7 @@ def test_recomputing_all_layers_at_once_saves_nothing_at_the_peak():
     values = {"micro_batch_size": 1, **FULL, "recompute_num_layers": 27}
     model = model_of_args(config(), values, SHAPE, one, pipeline_layers(27, 1))
     (line, _) = memory_lines(model)
-    assert "of each micro-batch saved, nothing at the peak of an update" in line
+    assert "of each micro-batch saved, no saving at the update's peak" in line
 
 
 @pytest.mark.parametrize(

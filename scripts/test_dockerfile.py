@@ -158,7 +158,7 @@ def main() -> int:
     if not (root / "bin").exists():
         subprocess.run(["debootstrap", "--variant=minbase", options.suite, str(root)], check=True)
     image = Image(root, network(root))
-    if not options.with_te:  # setup_env.sh goes on without it
+    if not options.with_te:  # setup_env.sh continues without it
         image.machine |= {"CC": "false", "CXX": "false"}
     dockerfile = (ROOT / "Dockerfile").read_text()
     for word, rest in instructions(re.sub(r"python3\.\d+", PYTHONS[options.suite], dockerfile)):

@@ -130,7 +130,7 @@ tool names "$(tiny)" "$exported" """,
     ),
     Stage(
         "resume",
-        "a run is killed and goes on; metrics and weights bit for bit",
+        "a run is killed and continues; metrics and weights bit for bit",
         "resume",
         (r"^1 of 1 kills went as they should", r"^\d+ metrics equal"),
         limit_seconds=300,

@@ -33,7 +33,6 @@ ACCEPTED = {
     ("world.py", 'Cannot access attribute "update" for class "MappingProxyType'),  # of a module
     ("fsdp_checkpoint.py", 'Cannot assign to attribute "handle_swiglu_in_state_dict"'),
     ("local_layers.py", 'Cannot access attribute "size" for class "int"'),  # a wrong annotation
-    ("turn_reader.py", 'Argument missing for parameter "seed"'),  # it has a default
     ("experts_one_by_one.py", 'Cannot assign to attribute "_try_load_streamed_expert"'),
     # `torch.inference_mode` hides the type of the function that it decorates.
     ("seeds_of_cut_prompts.py", 'Argument missing for parameter "orig_func"'),

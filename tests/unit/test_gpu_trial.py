@@ -130,7 +130,11 @@ def test_stage_at_limit_is_killed_with_its_processes(tmp_path: Path) -> None:
 
 
 def test_processes_that_outlive_stage_are_reported_and_ended(tmp_path: Path) -> None:
-    script = "setsid sleep 100000 >/dev/null 2>&1 & echo $!"
+    # A process in exec has no environment to be found by.
+    script = (
+        "setsid sleep 100000 >/dev/null 2>&1 & echo $!; "
+        "until grep -q ^sleep /proc/$!/cmdline; do :; done"
+    )
     found = run_in(tmp_path, ["bash", "-c", script])
     assert found["exit_code"] == 0
     (pid,) = found["left_processes"]

@@ -90,7 +90,7 @@ class Parameter:
     choices: tuple[str, ...] | None = None
     advice: str | None = None  # ends the sentence that refuses a value: reason and remedy
     several: bool = False  # the flag may be repeated, each time with one or more values
-    needs: tuple[str, ...] = ()  # names of parameters without all of which it has no effect
+    needs: tuple[str, ...] = ()  # names of parameters; without any of them it has no effect
     excludes: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name -> why
 
     @property

@@ -120,7 +120,7 @@ class Handler(BaseHTTPRequestHandler):
 @contextmanager
 def running_server() -> Iterator[Server]:
     with Server() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
             yield server

@@ -53,6 +53,7 @@ ALSO = {
     "tests/e2e/test_slurm.py": ("examples/slurm/",),
     "tests/e2e/test_gpu_trial.py": ("scripts/gpu_trial", "tests/gpu/"),
     "tests/dist/test_benchmark.py": ("benchmarks/",),
+    "tests/unit/test_cli.py": ("mcore_rl/planner/", "docs/using/plan_671b.md"),
     "tests/unit/test_gpu_trial": ("scripts/gpu_trial",),
     "tests/unit/test_installing.py": ("setup.py", "scripts/setup_env"),
     "tests/unit/test_setup_env.py": ("scripts/setup_env", "scripts/requirements-"),

@@ -66,6 +66,7 @@ def test_file_has_the_state_at_the_time_of_the_copy(tmp_path: Path) -> None:
     assert len(sizes) == 1 and max(sizes) < 2 * sum(t.nbytes for t in STATE.values()) + 10_000
 
 
+@pytest.mark.slow
 def test_failures_are_told_and_the_next_file_has_another_process(tmp_path: Path) -> None:
     large = {"large": torch.zeros(1 << 22)}  # more than a pipe holds
     with pytest.raises(RuntimeError, match=r"gone/file could not be written: .*\[Errno 2\]"):

@@ -146,6 +146,7 @@ def test_bank_without_files_is_empty(tmp_path: Path) -> None:
     assert read(tmp_path / "bank") == ({}, [])
 
 
+@pytest.mark.slow
 def test_truncation_keeps_all_complete_records(tmp_path: Path) -> None:
     file, data, (header, *ends) = three_records(tmp_path)
     for size in range(len(data) + 1):
@@ -557,6 +558,7 @@ def append_for_ever(folder: str) -> None:
             bank.forget(range(draw - 4, draw - 1))
 
 
+@pytest.mark.slow
 def test_killed_process_loses_nothing_that_it_has_written(tmp_path: Path) -> None:
     code = f"from tests.unit.test_bank import append_for_ever; append_for_ever({str(tmp_path)!r})"
     wrote: set[int] = set()

@@ -219,7 +219,9 @@ def test_correct_code_passes_isolated_tests(name: str) -> None:
     assert found.all_passed, found
 
 
-@pytest.mark.parametrize("name", FORGERIES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n in ENDLESS)) for n in FORGERIES]
+)
 def test_forged_code_fails_assertions(name: str) -> None:
     seconds = ENDLESS_SECONDS if name in ENDLESS else PATIENT_SECONDS
     found = run_python(FORGERIES[name], TESTS, timeout_seconds=seconds)

@@ -684,6 +684,7 @@ def test_a_reward_that_tells_right_from_wrong_is_green(tmp_path: Path) -> None:
     assert found[0].found == "arithmetic gives 1 to the prompts' own answers and 0 to others"
 
 
+@pytest.mark.slow
 def test_failing_rewards_are_reported_with_what_they_raise_and_print(tmp_path: Path) -> None:
     names = "raises,blind,awaits,hangs"
     config = importing(tmp_path, REWARDS, reward=names, reward_timeout_seconds=1.0)

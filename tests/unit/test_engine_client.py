@@ -63,7 +63,7 @@ def answers(status: int, body: bytes, **headers: str) -> Behaviour:
 def servers() -> Iterator[list[Server]]:
     found = [Server(), Server()]
     for each in found:
-        threading.Thread(target=each.serve_forever, daemon=True).start()
+        threading.Thread(target=each.serve_forever, args=(0.02,), daemon=True).start()
     yield found
     for each in found:
         each.over.set()

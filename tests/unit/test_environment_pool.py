@@ -378,6 +378,7 @@ def test_prompt_is_what_start_returns(pool):
     pool.end(tickets)
 
 
+@pytest.mark.slow
 def test_hundreds_of_episodes_run_at_the_same_time(pool, tmp_path):
     """Each waits for all others: they get on only if all of them are there together."""
     tickets = started(pool, 300)
@@ -674,6 +675,7 @@ def sleepers(process: psutil.Process) -> list[psutil.Process]:
     return [each for each in descendants(process) if sleeps(each)]
 
 
+@pytest.mark.slow
 def test_a_zygote_that_dies_costs_its_episodes_and_is_replaced(world):
     with EnvironmentPool(EnvironmentSpec(world, timeout_seconds=30, max_open=4)) as pool:
         idle, busy = started(pool, 2)

@@ -329,6 +329,7 @@ def test_metrics_of_two_runs_may_differ_in_seconds(
     assert "loss" in str(tools.metrics(*map(str, runs)))
 
 
+@pytest.mark.slow
 def test_compiled_modules_that_do_not_load_are_named(tmp_path: Path) -> None:
     (tmp_path / "vllm").mkdir()
     (tmp_path / "vllm" / "__init__.py").touch()

@@ -206,6 +206,7 @@ def test_any_observation_becomes_token_ids_or_failure(first, second, is_chat):
             assert ids.dtype == np.int32 and ((ids >= 0) & (ids < 200)).all()
 
 
+@pytest.mark.slow
 @hostile.BOUNDED
 @given(answers(), st.lists(hostile.messages(ENDED) | st.just(b""), max_size=10))
 def test_every_request_to_environment_has_one_event(messages, control):

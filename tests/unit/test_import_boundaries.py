@@ -289,11 +289,13 @@ runpy.run_module("mcore_rl.train", run_name="__main__", alter_sys=True)
 """
 
 
+@pytest.mark.slow
 def test_rank_collects_no_garbage_during_imports() -> None:
     process = run_code(COLLECTIONS, "--rl-no-such-flag")
     assert process.stdout.split() == ["0", "True", "True"], process.stderr
 
 
+@pytest.mark.slow
 def test_launcher_imports_no_compiler() -> None:
     code = """
 import sys

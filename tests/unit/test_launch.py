@@ -394,6 +394,7 @@ def test_launch_prints_reason_of_first_failed_rank_last(launcher: Launcher) -> N
     assert stderr.splitlines()[-1] == "mcore_rl: error: rank 1: OSError: the disk is full"
 
 
+@pytest.mark.slow
 def test_launch_uses_tmp_if_tmpdir_is_too_long(
     launcher: Launcher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -646,6 +647,7 @@ def test_launch_is_refused_if_started_more_than_once_per_node(
     assert not list(launcher.folder.glob("ran.*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [None, "/opt/cuda"])
 def test_ranks_get_the_compiler_of_the_packages_unless_another_is_named(
     given: str | None, tmp_path: Path
@@ -682,6 +684,7 @@ def test_ranks_get_the_compiler_of_the_packages_unless_another_is_named(
     assert ended.stdout.split() == [given or str(toolkit), str(ninja)], ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_ranks", "given"), [(1, None), (2, None), (1, "3")])
 def test_ranks_share_the_cores_unless_threads_are_given(
     num_ranks: int, given: str | None, tmp_path: Path

@@ -86,6 +86,7 @@ def test_freed_tensors_between_kept_ones_are_returned_to_kernel(
     assert len(kept) == 8 * mib
 
 
+@pytest.mark.slow
 def test_footprint_counts_memory_files_threads_and_segments(tmp_path: Path) -> None:
     resource_tracker.ensure_running()  # it takes two files of its own
     before = Footprint.now()

@@ -246,6 +246,7 @@ def points_of_wandb(folder: Path) -> tuple[dict[int, dict[str, Any]], set[str]]:
     return found, runs
 
 
+@pytest.mark.slow
 def test_wandb_equals_metrics_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb", reason="the extra wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")

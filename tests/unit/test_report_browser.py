@@ -270,7 +270,7 @@ class LivePageOfGrowingRun(LivePage):
 def test_live_page_follows_the_run_and_keeps_what_is_open(browser, tmp_path):
     page = LivePageOfGrowingRun(write_run(tmp_path / "run", num_steps=40, asked=60, finish=False))
     with LiveServer(page) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
             states = report_of(browser, server.url, tmp_path)["states"]

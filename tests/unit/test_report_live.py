@@ -38,7 +38,7 @@ class Answer(NamedTuple):
 @contextlib.contextmanager
 def serving(*folders: Path) -> Iterator[LiveServer]:
     with LiveServer(LivePage(folders)) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
             yield server

@@ -159,6 +159,7 @@ def test_failed_batch_leaves_the_others(server):
     assert kinds == [None, None, "HTTP status 400", "HTTP status 400", None, None]
 
 
+@pytest.mark.slow
 def test_hanging_server_times_out_at_each_attempt(server):
     server.behaviour = hanging(server)
     started = time.monotonic()

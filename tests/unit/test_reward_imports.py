@@ -146,6 +146,7 @@ def test_functions_share_the_processes_of_one_pool(file):
         assert [o.reward for name in specs[1:] for o in outcomes[name]] == [1.0] * 60
 
 
+@pytest.mark.slow
 def test_time_limit_applies_to_each_function(tmp_path):
     path = tmp_path / "slow.py"
     path.write_text(

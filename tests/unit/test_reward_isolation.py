@@ -243,6 +243,7 @@ def test_worker_is_not_in_the_trainers_process_group(pool):
     assert pool.score(attempt("same group"))[0].reward == 0.0
 
 
+@pytest.mark.slow
 def test_children_of_a_worker_end_with_it(folder, tmp_path):
     with new_pool(timeout_seconds=10) as pool:
         slow, quick = pool.score(attempt("hang with a child", ""))
@@ -252,6 +253,7 @@ def test_children_of_a_worker_end_with_it(folder, tmp_path):
         wait_until_all_have_ended([child])
 
 
+@pytest.mark.slow
 def test_hanging_import_is_a_usage_error(folder, monkeypatch):
     monkeypatch.setattr("mcore_rl.isolation.pool.START_SECONDS", 4.0)
     monkeypatch.setattr("mcore_rl.isolation.session.MARGIN_SECONDS", 0.0)
@@ -292,6 +294,7 @@ def test_memory_limit_in_c_ends_the_process(pool):
     assert scored[1].failure is None
 
 
+@pytest.mark.slow
 def test_slow_memory_leak_fails_few_samples(folder, tmp_path, monkeypatch):
     """A sample that hits the limit of a process that fills slowly is scored again alone."""
     (tmp_path / "a_leak.py").write_text(

@@ -193,6 +193,7 @@ def test_stack_of_a_reward_model_finishes_at_once():
 # Failures -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_failure_affects_only_its_sample_and_part(stack, caplog):
     """Some quick samples are in one batch with a failing one."""
     stack.outcomes(rollouts(*["0"] * 20))

@@ -329,6 +329,7 @@ def test_async_rewards_are_awaited_in_one_loop(pool):
     assert all(s.failure is None for s in scored)
 
 
+@pytest.mark.slow
 def test_score_starts_the_clock_when_a_sample_runs(pool):
     """The last sample waits for three times the limit."""
     scored = pool.score(rollouts(*["hang"] * 6, "1"))
@@ -339,6 +340,7 @@ def test_workers_have_the_default_handler_of_sigterm(pool):
     assert pool.score(rollouts("SIGTERM"))[0].reward == 1.0
 
 
+@pytest.mark.slow
 def test_score_recovers_when_an_idle_worker_dies(pool):
     pid, one = (int(s.reward) for s in pool.score(rollouts("die when idle", "1")))
     assert one == 1
@@ -369,6 +371,7 @@ def sent_batches(monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
     return batches
 
 
+@pytest.mark.slow
 def test_samples_of_a_quick_reward_are_sent_in_batches(user_module, monkeypatch):
     # A sample of 1 s then counts as quick, which holds on a busy machine.
     monkeypatch.setattr("mcore_rl.rewards.batches._BATCH_SECONDS", 10.0)
@@ -407,6 +410,7 @@ def test_score_raises_usage_error_when_workers_cannot_resolve(user_module):
             broken.score(rollouts("1", "1"))
 
 
+@pytest.mark.slow
 def test_score_raises_when_workers_die_at_start(tmp_path, monkeypatch):
     (tmp_path / "deadly_reward.py").write_text("import os\nos._exit(7)\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -478,6 +482,7 @@ def test_workers_import_neither_main_nor_torch(trainer_folder, user_module, how)
     wait_until_all_have_ended(map(int, run.stdout.split()[1:]))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel does this on Linux only")
 def test_workers_die_when_the_trainer_is_killed(trainer_folder, user_module):
     trainer = subprocess.Popen(

@@ -21,6 +21,7 @@ case "$(basename "$0") $*" in *"$FAILS"*) exit 3;; esac
 CHECKS = ["setup", "ruff check .", "ruff format --check ."]
 MYPY = "mypy "  # beside the others
 LINES = "python scripts/count_lines.py"
+QUICK = "tests/unit tests/dist/test_sharding_manager.py tests/e2e/test_fork.py"
 WORKERS = (
     "--numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 40 --durations-min 20"
 )
@@ -52,7 +53,7 @@ def run_tests(folder: Path, *arguments: str, fails: str = "nothing") -> tuple[in
 @pytest.mark.parametrize(
     ("arguments", "tests"),
     [
-        ((), [f"python -m pytest {WORKERS} -m quick tests/unit tests/dist tests/e2e"]),
+        ((), [f"python -m pytest {WORKERS} -m quick {QUICK}"]),
         # The program that stands for Python names no file of tests/cuda.
         (
             ("--touched",),
@@ -85,6 +86,16 @@ def test_help_lists_the_tiers_and_runs_nothing(tmp_path):
     code, output, calls = run_tests(tmp_path, "--help")
     assert (code, calls) == (0, [])
     assert all(f"run_tests.sh {tier} " in output for tier in ("--touched", "--all"))
+
+
+def test_quick_tests_are_collected_from_all_files_that_have_some():
+    marked = {
+        str(path.relative_to(ROOT))
+        for folder in ("dist", "e2e", "cuda", "versions")
+        for path in (ROOT / "tests" / folder).rglob("*.py")
+        if "pytest.mark.quick" in path.read_text()
+    }
+    assert marked == set(QUICK.split()[1:])
 
 
 def test_continuous_integration_runs_what_a_change_touches():

@@ -211,6 +211,7 @@ def test_tokenizers_of_other_files_are_compared_or_the_teacher_is_refused(
         check_same_vocabulary(tmp_path / "none", byte_tokenizer, num_rows=400)
 
 
+@pytest.mark.slow
 def test_server_whose_tokenizer_is_another_one_or_cannot_be_compared_is_refused(
     byte_tokenizer: Path,
 ) -> None:

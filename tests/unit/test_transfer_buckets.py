@@ -69,6 +69,7 @@ def plans(draw: st.DrawFn) -> tuple[Plan, dict[str, int]]:
     return Plan(tuple(moves)), itemsizes
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(plans(), st.booleans(), st.integers(0, 300))
 def test_rounds_send_every_element_once_within_the_share_of_every_rank(drawn, with_delta, more):

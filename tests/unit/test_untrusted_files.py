@@ -66,6 +66,7 @@ def test_code_of_a_tokenizer_is_not_run(folder, marker, tmp_path, monkeypatch):
     assert not marker.exists()
 
 
+@pytest.mark.slow
 def test_code_of_a_tokenizer_is_run_with_trust_remote_code(folder, marker, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     source = source_of_prompts(folder, trust_remote_code=True)

@@ -120,6 +120,7 @@ def test_stuck_rank_is_ended_with_its_stack(capsys):
     assert "test_watchdog.py" in report and "in stage" in report.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_other_ranks_are_asked_and_one_rank_reports(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
     monkeypatch.setattr(watchdog, "_ASK_SECONDS", 0.3)

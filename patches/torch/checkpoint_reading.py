@@ -29,6 +29,14 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.patches.registry import Patch, require, require_parameters
 
 _CHECKPOINT = "torch.distributed.checkpoint"
+# What Megatron stores in each parameter group with --optimizer-cpu-offload. It sets them anew at each
+# start, so they are read as None.
+_OPTIMIZERS = (
+    *("torch.optim.adam.Adam", "torch.optim.adamw.AdamW", "torch.optim.sgd.SGD"),
+    *("apex.optimizers.fused_adam.FusedAdam", "apex.optimizers.fused_sgd.FusedSGD"),
+    "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
+    "transformer_engine.pytorch.optimizers.fused_sgd.FusedSGD",
+)
 
 
 class _MetadataPickle:
@@ -84,6 +92,7 @@ def _check_files(found: Any, folder: Path | None) -> None:
 
 def load_object(stored: io.BytesIO | str, name: str) -> Any:
     """Load an object stored by torch.save: tensors, plain values and Megatron's safe classes.
+    Classes of optimizers become None.
 
     Raises UsageError with `name` and the class for any other, or if the bytes are not from
     torch.save. Members of enums, which the process shares, do not change.
@@ -98,7 +107,8 @@ def load_object(stored: io.BytesIO | str, name: str) -> Any:
         if isinstance(known, enum.EnumMeta):
             members += known.__members__.values()
     try:
-        with unchanged(members):
+        unread: Any = [(None, name) for name in _OPTIMIZERS]
+        with unchanged(members), torch.serialization.safe_globals(unread):
             _require_uncompressed(stored)
             return torch.load(stored, map_location="cpu", weights_only=True)
     except ForbiddenContent as error:

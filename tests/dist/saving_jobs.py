@@ -11,19 +11,23 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mcore_rl.job.start import start
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
+from mcore_rl.trainer.actor import Actor
+from mcore_rl.trainer.job import Job
+from mcore_rl.trainer.models import build_actor
 from tests.dist.jobs import first_mini_batch, started
 from tests.dist.sleeping import digest
 from tests.live_bytes import LiveBytes
 
 
-def learn_and_save(flags: list[str], target: str) -> dict[str, Any]:
+def learn_and_save(flags: list[str], target: str, is_offloaded: bool = False) -> dict[str, Any]:
     """An update, then a checkpoint in `ours`, and one in `megatrons` by the format's own code.
 
     Of each the bytes of tensors that this rank made for it at most; and what the optimizer holds.
     """
-    job, actor, _ = started(flags)
+    job, actor = _started(flags, is_offloaded)
     actor.update(first_mini_batch(job))
     held = megatron_adapter.train_tensors(actor.state)["optimizer"]
     num_bytes = sum(tensor.nbytes for _, tensor in held)
@@ -38,11 +42,11 @@ def learn_and_save(flags: list[str], target: str) -> dict[str, Any]:
     return found
 
 
-def load(flags: list[str]) -> dict[str, Any]:
+def load(flags: list[str], is_offloaded: bool = False) -> dict[str, Any]:
     """What the optimizer holds after `--load`, the most bytes of tensors while it was read, and
     the settings of its groups, which scheduler and Adam take."""
     with LiveBytes() as live:
-        _, actor, _ = started(flags)
+        _, actor = _started(flags, is_offloaded)
         gc.collect()
         held = live.live_bytes
     found = {"optimizer": _digests(actor.state), "beyond": live.peak_bytes - held}
@@ -54,6 +58,32 @@ def load(flags: list[str]) -> dict[str, Any]:
     ]
     dist.destroy_process_group()
     return found
+
+
+def _started(flags: list[str], is_offloaded: bool) -> tuple[Job, Actor]:
+    """Megatron, or Megatron with `--optimizer-cpu-offload` as on a device with Transformer Engine:
+    its optimizer then has float32 copies of bfloat16 parameters, which it updates for them."""
+    if not is_offloaded:
+        return started(flags)[:2]
+    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    distrib_optimizer.HAVE_APEX_OR_TE = True
+    groups_of = HybridDeviceOptimizer._get_sub_optimizer_param_groups
+
+    def as_on_a_device(self: Any, fraction: float) -> Any:
+        cpu_groups, gpu_groups, copies, originals, in_float32 = groups_of(self, fraction)
+        for original, copy in in_float32.items():
+            copies[original], originals[copy] = copy, original
+        return cpu_groups, gpu_groups, copies, originals, in_float32
+
+    HybridDeviceOptimizer._get_sub_optimizer_param_groups = as_on_a_device
+    with open("/dev/null", "w") as log:
+        job = start(flags, log=log, has_engine=False)
+        job.args.optimizer_cpu_offload = job.args.use_precision_aware_optimizer = True
+        job.args.pin_cpu_grads = job.args.pin_cpu_params = False
+        state, _ = build_actor(job, None, log=log)
+    return job, Actor(job, state)
 
 
 @contextlib.contextmanager

@@ -19,12 +19,14 @@ from tests.rank_pool import RankPool
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.slow]
 
+OFFLOADED = "DP2, offloaded"  # with --optimizer-cpu-offload
 LAYOUTS = {  # split, ranks
     "DP1": ("tp1_pp1_ep1", 1),
     "DP2": ("tp1_pp1_ep1", 2),
     "DP4": ("tp1_pp1_ep1", 4),
     "DP4 EP2": ("tp1_pp1_ep2", 4),
     "TP2 PP2 EP2": ("tp2_pp2_ep2", 4),
+    OFFLOADED: ("dp2", 2),
 }
 
 
@@ -46,10 +48,14 @@ def saved(
         split, world_size = LAYOUTS[layout]
         checkpoint, folder = checkpoint_factory("deepseek_v3"), tmp_path_factory.mktemp("saved")
         flags = job_flags(checkpoint, split, precision="bf16", micro_batch_size=1)
-        job = "tests.dist.saving_jobs:learn_and_save"
-        return Saved(
-            folder, flags, ranks.run(job, world_size=world_size, flags=flags, target=folder)
+        found = ranks.run(
+            "tests.dist.saving_jobs:learn_and_save",
+            world_size=world_size,
+            flags=flags,
+            target=folder,
+            is_offloaded=layout == OFFLOADED,
         )
+        return Saved(folder, flags, found)
 
     return save
 
@@ -66,7 +72,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("layout", ["DP1", "DP4 EP2", "TP2 PP2 EP2"])
+@pytest.mark.parametrize("layout", ["DP1", "DP4 EP2", "TP2 PP2 EP2", OFFLOADED])
 def test_the_content_is_that_of_megatrons_own_code(
     layout: str, saved: Callable[[str], Saved]
 ) -> None:
@@ -81,7 +87,7 @@ def test_memory_to_save_does_not_grow_with_data_parallelism(
     saved: Callable[[str], Saved],
 ) -> None:
     whole = saved("DP1").ranks[0]["bytes"]
-    for layout in ("DP1", "DP2", "DP4"):
+    for layout in ("DP1", "DP2", OFFLOADED, "DP4"):
         for found in saved(layout).ranks:
             assert found["ours peak"] < whole / 12  # less than a copy of the weights is a sixth
             assert found["megatrons peak"] > whole  # it gathers all of it on every rank
@@ -99,7 +105,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("written", ["ours", "megatrons"])
-@pytest.mark.parametrize("layout", ["DP4 EP2", "TP2 PP2 EP2"])
+@pytest.mark.parametrize("layout", ["DP4 EP2", "TP2 PP2 EP2", OFFLOADED])
 def test_loading_brings_back_every_bit_and_takes_no_second_copy(
     layout: str, written: str, saved: Callable[[str], Saved], ranks: RankPool
 ) -> None:
@@ -110,6 +116,7 @@ def test_loading_brings_back_every_bit_and_takes_no_second_copy(
         "tests.dist.saving_jobs:load",
         world_size=LAYOUTS[layout][1],
         flags=[*before.flags, "--load", str(before.folder / written), *flags],
+        is_offloaded=layout == OFFLOADED,
     )
     for rank, (found, expected) in enumerate(zip(results, before.ranks, strict=True)):
         assert found["optimizer"] == expected["optimizer"] != {}, rank

@@ -317,6 +317,27 @@ def test_members_of_enums_are_read_whatever_the_version_of_python_saves(
     assert found == {"args": Colour.RED, "exit_signal": signal.SIGTERM}
 
 
+def test_classes_of_optimizers_are_not_read() -> None:
+    """Megatron stores them in parameter groups with --optimizer-cpu-offload."""
+    stored = io.BytesIO()
+    torch.save({"lr": 1e-6, "cpu_optimizer_cls": torch.optim.AdamW}, stored)
+    stored.seek(0)
+    found = checkpoint_reading.load_object(stored, "the object")
+    assert found == {"lr": 1e-6, "cpu_optimizer_cls": None}
+
+
+def test_a_call_of_an_optimizer_is_refused() -> None:
+    class Called:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return torch.optim.AdamW, ([torch.zeros(1)],)
+
+    stored = io.BytesIO()
+    torch.save({"args": Called()}, stored)
+    stored.seek(0)
+    with pytest.raises(UsageError, match="the object cannot be read"):
+        checkpoint_reading.load_object(stored, "the object")
+
+
 def test_an_object_that_expands_is_refused(tmp_path: Path) -> None:
     torch.save({"iteration": 3, "text": "x" * 100_000}, tmp_path / "saved.pt")
     path = tmp_path / "common.pt"

@@ -17,7 +17,7 @@ from mcore_rl.planner.settings import TrainSettings
 # Tokens of a packed micro-batch that are tried. More fill a device no better; on the cores of a
 # CPU, larger ones are no faster, and only take memory.
 PACKED_TOKENS = (16384, 8192, 4096, 2048, 1024)
-PACKED_TOKENS_ON_CPU = (4096, 2048, 1024)
+PACKED_TOKENS_ON_CPU = (2048, 1024)
 # vLLM's share of a device and the sequences of an engine are at most these.
 MOST_UTILIZATION, MOST_SEQS = 0.9, 1024
 PASSES = (LOG_PROBS, VALUES, SCORES, TRAIN, TRAIN_CRITIC)

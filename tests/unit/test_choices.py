@@ -98,11 +98,9 @@ def test_without_devices_samples_are_packed_as_the_host_allows() -> None:
     small = CONFIGS / "qwen3-0.6b.json"
     lengths = ("--rl-max-prompt-tokens", "64", "--rl-max-response-tokens", "64")
     large_host = chosen(source_of(small, *lengths, host_gb=64))
-    assert large_host == {PACKED: "4096", SEQS: "128"}
-    sizes = [
-        int(chosen(source_of(small, *lengths, host_gb=size))[PACKED]) for size in (64, 24, 22, 16)
-    ]
-    assert sizes == [4096, 2048, 1024, 128]
+    assert large_host == {PACKED: "2048", SEQS: "128"}
+    sizes = [int(chosen(source_of(small, *lengths, host_gb=size))[PACKED]) for size in (24, 22, 16)]
+    assert sizes == [2048, 1024, 128]
 
 
 def test_engines_of_their_own_leave_trainers_what_they_do_not_need() -> None:
@@ -113,8 +111,8 @@ def test_engines_of_their_own_leave_trainers_what_they_do_not_need() -> None:
         flags = (*lengths, "--rl-rollout-ranks", ranks)
         return chosen(source_of(small, *flags, world_size=1 + num_engines, host_gb=host_gb))
 
-    assert [of(number, 64)[PACKED] for number in (1, 2, 3)] == ["4096"] * 3
-    assert [of(number, 26)[PACKED] for number in (1, 2, 3)] == ["4096", "2048", "576"]
+    assert [of(number, 64)[PACKED] for number in (1, 2, 3)] == ["2048"] * 3
+    assert [of(number, 26)[PACKED] for number in (1, 2, 3)] == ["2048", "2048", "576"]
     on_devices = of(2, None)
     assert (on_devices[PACKED], on_devices[UTILIZATION]) == ("16384", "0.9")
 

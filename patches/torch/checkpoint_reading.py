@@ -29,8 +29,8 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.patches.registry import Patch, require, require_parameters
 
 _CHECKPOINT = "torch.distributed.checkpoint"
-# What Megatron stores in each parameter group with --optimizer-cpu-offload. It sets them anew at each
-# start, so they are read as None.
+# What Megatron stores in each parameter group with --optimizer-cpu-offload. A start does not take
+# them from a checkpoint, so they are read as None.
 _OPTIMIZERS = (
     *("torch.optim.adam.Adam", "torch.optim.adamw.AdamW", "torch.optim.sgd.SGD"),
     *("apex.optimizers.fused_adam.FusedAdam", "apex.optimizers.fused_sgd.FusedSGD"),

@@ -138,7 +138,7 @@ repetition, the first of which does not count.
   same prompts, so that their lengths are known; what is drawn for the first time has no order, and
   then it is chance which way ends first.
 - `partial`: such lengths, 32 x 4 a step, in five steps with `--rl-partial-rollouts`: a step begins
-  48 groups, ends with 32 of them, and later ones go on with the others. Three steps before are left
+  48 groups, ends with 32 of them, and later ones continue the others. Three steps before are left
   out. An engine has room for all of its sequences at a time, so that blocks wait for the longest.
 - `quick_reward`: 32 x 4 responses with a median of 64 tokens; a reward sleeps for 50 ms, in one
   process an engine. `slow_reward`: 64 x 8 of them, one second, 16 processes. The hidden share is

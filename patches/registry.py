@@ -135,9 +135,9 @@ def require(condition: bool, target: str, expectation: str) -> None:
 
 def require_parameters(target: Callable[..., Any], names: str) -> None:
     """Refuse to patch `target` unless its parameters are `names`, in this order ("self x y")."""
-    found, expected = parameters_of(target), tuple(names.split())
+    actual, expected = parameters_of(target), tuple(names.split())
     label = f"{target.__module__}.{target.__qualname__}"
-    require(found == expected, label, f"takes {', '.join(found)}, not {', '.join(expected)}")
+    require(actual == expected, label, f"takes {', '.join(actual)}, not {', '.join(expected)}")
 
 
 def parameters_of(target: Callable[..., Any]) -> tuple[str, ...]:

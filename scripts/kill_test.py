@@ -163,14 +163,14 @@ def run(
 
 def processes_with(mark: str) -> list[str]:
     """Return the command lines of the processes whose environment has the mark."""
-    found = []
+    commands = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(" ".join(process.cmdline())[:100])
+                commands.append(" ".join(process.cmdline())[:100])
         except psutil.Error:
             continue
-    return found
+    return commands
 
 
 class SharedNames(threading.Thread):
@@ -200,19 +200,19 @@ def faults_of_kill(
     ending: Ending, kill: Kill, folder: Path, limit_seconds: float = LIMIT_SECONDS
 ) -> list[str]:
     """Return the faults after a kill."""
-    found = list(ending.faults)
+    faults = list(ending.faults)
     if ending.seconds_after_kill is None:
-        return [*found, "the kill did not happen"]
+        return [*faults, "the kill did not happen"]
     if ending.exit_code == 0:
-        found.append("the exit code is 0")
+        faults.append("the exit code is 0")
     if ending.seconds_after_kill > limit_seconds:
-        found.append(f"it ended {ending.seconds_after_kill:.0f} s after the kill")
+        faults.append(f"it ended {ending.seconds_after_kill:.0f} s after the kill")
     named = any(f"rank      : {rank} " in ending.output for rank in kill.ranks)
     if not named or kill.signal not in ending.output:
-        found.append("the output names neither rank nor signal")
+        faults.append("the output names neither rank nor signal")
     for step in folders.complete_steps(folder / "checkpoints")[:1]:
-        found += [str(damage) for damage in folders.damage(folder / "checkpoints", step)]
-    return found
+        faults += [str(damage) for damage in folders.damage(folder / "checkpoints", step)]
+    return faults
 
 
 def weights(folder: Path) -> str:
@@ -233,11 +233,11 @@ def learns(folder: Path, num_steps: int) -> bool:
 def stage_seconds(folder: Path) -> dict[str, float]:
     """Return the mean seconds of each stage, without the first step, which warms up."""
     steps = [m for step, m in read_metrics(folder / "metrics.jsonl").items() if step > 0]
-    found = {}
+    means = {}
     for stage, name in STAGES.items():
         values = [m[name] for m in steps if m.get(name)]
-        found[stage] = sum(values) / len(values) if values else 0.0
-    return found
+        means[stage] = sum(values) / len(values) if values else 0.0
+    return means
 
 
 def faults_of_rest(setting: Setting, folder: Path, expected: str) -> list[str]:

@@ -146,10 +146,10 @@ def _check(file: Path) -> None:
             remedy="name the file of the package, or leave the flag out",
         )
     with file.open("rb") as opened:
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
-    if found != SHA256:
+        digest = hashlib.file_digest(opened, "sha256").hexdigest()
+    if digest != SHA256:
         raise UsageError(
-            f"has the SHA-256 {found}, and that of {PACKAGE} is {SHA256}",
+            f"has the SHA-256 {digest}, and that of {PACKAGE} is {SHA256}",
             flag=flag,
             remedy="name the file of the package, or leave the flag out",
         )

@@ -125,16 +125,18 @@ class Image:
 
     def expand(self, text: str) -> str:
         values = {**self.args, **self.env}
-        return re.sub(r"\$\{?(\w+)\}?", lambda found: values.get(found[1], ""), text)
+        return re.sub(r"\$\{?(\w+)\}?", lambda match: values.get(match[1], ""), text)
 
 
 def network(root: Path) -> dict[str, str]:
     """Variables by which this machine reaches its indexes, with certificates within the image."""
-    found = {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
+    variables = {
+        name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")
+    }
     if certificates := os.environ.get("SSL_CERT_FILE"):
         shutil.copy(certificates, root / "certificates.crt")
-        found |= dict.fromkeys(("SSL_CERT_FILE", "PIP_CERT"), "/certificates.crt")
-    return found
+        variables |= dict.fromkeys(("SSL_CERT_FILE", "PIP_CERT"), "/certificates.crt")
+    return variables
 
 
 def carry_out(image: Image, name: str, word: str, rest: str) -> bool:

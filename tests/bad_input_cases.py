@@ -73,7 +73,7 @@ def parse_cases(
     Lines indented by 2 continue the flags, lines indented by 4 say the parts of the sentence,
     separated by ` ... `; `without --flag` leaves a flag of GOOD out. `changes` and `repairs` are by
     name. Behind `=> ` come ways to follow the advice, separated by ` | `: `drop --flag`,
-    `--flag value`, `world 3` for so many ranks, `again` for the good folder and GOOD's flags.
+    `--flag value`, `world 3` for the number of ranks, `again` for the good folder and GOOD's flags.
     """
     cases = []
     for block in re.split(r"\n(?=\S)", text.strip()):

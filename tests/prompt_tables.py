@@ -43,7 +43,7 @@ def sources(
     per_step: int = 1,
     **options: Any,
 ) -> PromptSources:
-    """Sources by name with so many prompts, and with shares such as "0.7"."""
+    """Sources by name with numbers of prompts, and with shares such as "0.7"."""
     shares = {name: Fraction(weight) for name, weight in (weights or {}).items()}
     return PromptSources(
         [

@@ -4,7 +4,7 @@
 #     bash examples/lora/run.sh CHECKPOINT PROMPTS ADAPTER [any Megatron or --rl-* flag]
 #
 # ADAPTER is a new folder, which gets the trained adapter in PEFT's format. For a checkpoint with
-# the adapter merged add --rl-export-hf MERGED; to go on from an adapter, --rl-lora-adapter FOLDER.
+# the adapter merged add --rl-export-hf MERGED; to continue from an adapter, --rl-lora-adapter FOLDER.
 #
 # NPROC: processes, one per GPU (default 8).
 set -euo pipefail

@@ -20,6 +20,6 @@ train() {
 
 train --rl-config "$here/sft.yaml" --rl-hf-checkpoint "$1" --rl-prompts "$2" \
   --rl-run-dir "$runs/sft" "${@:4}"
-# Steps go on counting: 200 steps of GRPO, with a new optimizer.
+# Steps continue counting: 200 steps of GRPO, with a new optimizer.
 train --rl-config "$here/grpo.yaml" --rl-hf-checkpoint "$1" --rl-prompts "$3" \
   --rl-run-dir "$runs/grpo" --load "$runs/sft/checkpoints" "${@:4}"

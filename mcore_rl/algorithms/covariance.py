@@ -38,8 +38,8 @@ def covariances(inputs: SelectionInputs) -> tuple[torch.Tensor, float]:
     count = torch.tensor(float(len(log_probs)), dtype=torch.float64)
     total = inputs.global_sum(torch.stack((count, log_probs.sum(), advantages.sum())))
     num_tokens = max(float(total[0]), 1.0)
-    found = (log_probs - total[1] / num_tokens) * (advantages - total[2] / num_tokens)
-    return found.float(), float(total[0])
+    covariance = (log_probs - total[1] / num_tokens) * (advantages - total[2] / num_tokens)
+    return covariance.float(), float(total[0])
 
 
 def largest(values: torch.Tensor, count: int, inputs: SelectionInputs) -> torch.Tensor:
@@ -112,9 +112,9 @@ def clip_cov(inputs: PolicyLossInputs, config: ClipCov) -> TokenLosses:
     These count as clipped above.
     """
     assert inputs.selected is not None, "chosen before the update"
-    found = ppo_clip_objective(inputs, config)
-    loss = torch.where(inputs.selected, torch.zeros_like(found.loss), found.loss)
-    return TokenLosses(loss, found.clipped_lower, found.clipped_upper | inputs.selected)
+    objective = ppo_clip_objective(inputs, config)
+    loss = torch.where(inputs.selected, torch.zeros_like(objective.loss), objective.loss)
+    return TokenLosses(loss, objective.clipped_lower, objective.clipped_upper | inputs.selected)
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,7 @@ def advantages_of_valid(
     samples = torch.from_numpy(here).to(inputs.lengths.device)
     tokens = samples.repeat_interleave(inputs.lengths)
     assert not inputs.loss_mask[~tokens].any(), "a sample without a reward is learned from"
-    found = estimator(
+    estimated = estimator(
         dataclasses.replace(
             inputs,
             scores=inputs.scores[valid],
@@ -90,7 +90,8 @@ def advantages_of_valid(
         return everywhere
 
     return AdvantageOutputs(
-        in_place(found.advantages), None if found.returns is None else in_place(found.returns)
+        in_place(estimated.advantages),
+        None if estimated.returns is None else in_place(estimated.returns),
     )
 
 

@@ -325,18 +325,18 @@ def declared_parameters() -> dict[str, Parameter]:
     This includes the parts of users that are registered so far.
     Raises UsageError if two parts declare one name differently.
     """
-    found = {p.name: p for kind in (Recipe, KLParameters) for p in parameters_of(kind)}
+    by_name = {p.name: p for kind in (Recipe, KLParameters) for p in parameters_of(kind)}
     for flag, owners in parts_by_flag().items():
         for owner, parameters in owners.items():
             for parameter in parameters_of(type(parameters)):
-                if found.setdefault(parameter.name, parameter) != parameter:
+                if by_name.setdefault(parameter.name, parameter) != parameter:
                     raise UsageError(
                         f"is a flag already, so that {owner} of {flag} cannot declare "
                         f"{parameter.name} anew",
                         flag=parameter.flag,
                         remedy="rename it, or inherit from the class that declares it",
                     )
-    return found
+    return by_name
 
 
 def _resolved_kl(recipe: Recipe, kl: KLParameters) -> tuple[KLPlace, float, KLEstimator]:

@@ -100,7 +100,7 @@ class RegisteredFilter:
         row = group[0].rollout.prompt.index
         refusal = functools.partial(UsageError, flag=f"--rl-group-filter {self.name}")
         try:
-            found = self.function(group, parameters)
+            returned = self.function(group, parameters)
         except Exception as error:  # the user sees whatever their function raises
             at = traceback.extract_tb(error.__traceback__)[-1]
             raise refusal(
@@ -108,10 +108,10 @@ class RegisteredFilter:
                 f"{at.filename}, for the samples of row {row}",
                 remedy="correct the function",
             ) from error
-        if found is None or (isinstance(found, Drop) and found.reason in self.reasons):
-            return found
+        if returned is None or (isinstance(returned, Drop) and returned.reason in self.reasons):
+            return returned
         raise refusal(
-            f"returned {shortened(repr(found))}, for the samples of row {row}",
+            f"returned {shortened(repr(returned))}, for the samples of row {row}",
             remedy=f"return None, or Drop with one of its reasons: {', '.join(self.reasons)}",
         )
 

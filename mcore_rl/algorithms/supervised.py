@@ -78,8 +78,8 @@ def margins(scores: np.ndarray, lengths: np.ndarray, config: Preference) -> np.n
     """Return `[pairs]` float64: m of each pair, from `[n]` outcomes as in `dpo` and `[n]` numbers
     of learned tokens."""
     chosen, rejected = (scores / _divisors(lengths, config)).reshape(-1, 2).T
-    found: np.ndarray = config.dpo_beta * (rejected - chosen)
-    return found
+    margin: np.ndarray = config.dpo_beta * (rejected - chosen)
+    return margin
 
 
 def _divisors(lengths: np.ndarray, config: Preference) -> np.ndarray:
@@ -103,5 +103,5 @@ def preference_metrics(
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:
-    found: np.ndarray = np.exp(-np.logaddexp(0.0, -x))
-    return found
+    sigmoid: np.ndarray = np.exp(-np.logaddexp(0.0, -x))
+    return sigmoid

@@ -290,8 +290,8 @@ def _scored(
         mask = mask | micro_batch.demonstration_mask
     here = places[mask] - cp_rank * num_rows * share
     here = here[(here >= 0) & (here < num_rows * share)]
-    found: torch.Tensor = (here % share * num_rows + here // share).unique()
-    return found  # once each: samples of a shared prompt repeat its places
+    positions: torch.Tensor = (here % share * num_rows + here // share).unique()
+    return positions  # once each: samples of a shared prompt repeat its places
 
 
 def tokens_in_rows(rows: ModelRows, num_tokens: int, cp_rank: int = 0) -> torch.Tensor:

@@ -66,8 +66,8 @@ class SampleTable:
     @property
     def group_ids(self) -> np.ndarray:
         """`[n]` int64: the number of the sample's group, neighbours of one draw, from 0."""
-        found: np.ndarray = np.cumsum(np.diff(self.draws, prepend=self.draws[:1]) != 0)
-        return found
+        numbers: np.ndarray = np.cumsum(np.diff(self.draws, prepend=self.draws[:1]) != 0)
+        return numbers
 
     @classmethod
     def of(

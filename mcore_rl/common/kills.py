@@ -54,14 +54,14 @@ def memory_kills(root: Path = Path("/")) -> dict[str, int]:
         THE_MACHINE: [root / "proc/vmstat"],
         THE_GROUP: [group / name for group in groups for name in names],
     }
-    found = {}
+    kills = {}
     for whose, files in places.items():
         for file in files:
             count = _count(file)
             if count is not None:
-                found[whose] = count
+                kills[whose] = count
                 break
-    return found
+    return kills
 
 
 def _count(file: Path) -> int | None:

@@ -30,17 +30,17 @@ def machine_memory(root: Path = Path("/")) -> MachineMemory:
     """
     meminfo = (root / "proc/meminfo").read_text()
     total, available = (_kilobytes(meminfo, name) for name in ("MemTotal", "MemAvailable"))
-    found = MachineMemory(total, available, "the machine's memory")
+    memory = MachineMemory(total, available, "the machine's memory")
     for folder in control_groups(root):
         limit = _limit(folder)
         if limit is None:
             continue
-        available = min(found.available_bytes, max(0, limit - _used(folder)))
-        if limit < found.limit_bytes:
-            found = MachineMemory(limit, available, f"the limit of cgroup {folder}")
+        available = min(memory.available_bytes, max(0, limit - _used(folder)))
+        if limit < memory.limit_bytes:
+            memory = MachineMemory(limit, available, f"the limit of cgroup {folder}")
         else:
-            found = MachineMemory(found.limit_bytes, available, found.source)
-    return found
+            memory = MachineMemory(memory.limit_bytes, available, memory.source)
+    return memory
 
 
 def _kilobytes(text: str, name: str) -> int:
@@ -72,9 +72,9 @@ def control_groups(root: Path = Path("/"), controller: str = "memory") -> Iterat
 
 def _limit(folder: Path) -> int | None:
     for name in ("memory.max", "memory.limit_in_bytes"):
-        found = _number(folder / name)
-        if found is not None and found < _V1_UNLIMITED:
-            return found
+        limit = _number(folder / name)
+        if limit is not None and limit < _V1_UNLIMITED:
+            return limit
     return None
 
 

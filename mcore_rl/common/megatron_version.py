@@ -124,19 +124,19 @@ def _missing(folder: Path) -> list[str]:
         # `megatron` is a namespace package: modules missing in one folder come from the next.
         other = f" (that in {training} belongs to another Megatron)" if training else ""
         return [f"megatron.training{other}"]
-    found = []
+    missing = []
     for file, names in _CALLED.items():
         module = file.removesuffix(".py").replace("/", ".")
         if not (folder / file).is_file():
-            found.append(module)
+            missing.append(module)
             continue
         text = (folder / file).read_text(encoding="utf-8")
-        found += [
+        missing += [
             f"{module}.{name}"
             for name in names
             if not re.search(rf"^(async )?def {name}\b|^class {name}\b", text, re.MULTILINE)
         ]
-    return found
+    return missing
 
 
 def _stated_version(file: Path) -> str:

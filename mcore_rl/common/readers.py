@@ -159,8 +159,8 @@ def number(value: Any) -> float | None:
 
 def finite_number(value: Any) -> float | None:
     """Return `value` as a float if it is an int (not a bool) or a float, finite and in range."""
-    found = number(value)
-    return found if found is not None and math.isfinite(found) else None
+    as_float = number(value)
+    return as_float if as_float is not None and math.isfinite(as_float) else None
 
 
 def integer_within(value: Any, least: int, most: int) -> int | None:

@@ -92,7 +92,7 @@ class Recording:
             self._guarded(lambda: profiler.toggle_collection_dynamic(wanted, activities))
 
     def _guarded(self, action: Callable[[], object]) -> None:
-        """Go on without kernels if torch.profiler fails: tracing must not stop training."""
+        """Continue without kernels if torch.profiler fails: tracing must not stop training."""
         try:
             action()
         except Exception as error:

@@ -55,9 +55,9 @@ class Apportionment:
             draws = np.arange(first, first + count)
             return np.zeros_like(draws), draws + self._counts_before[0]
         blocks = range(first // self.block, (first + count - 1) // self.block + 1)
-        found = [self._of_block(block) for block in blocks] or [np.empty((2, 0), dtype=np.int64)]
+        parts = [self._of_block(block) for block in blocks] or [np.empty((2, 0), dtype=np.int64)]
         skipped = first % self.block
-        sources, ranks = np.concatenate(found, axis=1)[:, skipped : skipped + count]
+        sources, ranks = np.concatenate(parts, axis=1)[:, skipped : skipped + count]
         return sources, ranks
 
     def counts(self, num_draws: int) -> list[int]:
@@ -67,8 +67,8 @@ class Apportionment:
         if rest:
             sources, _ = self.of_draws(num_draws - rest, rest)
             counts = counts + np.bincount(sources, minlength=len(self.units))
-        found: list[int] = counts.tolist()
-        return found
+        per_source: list[int] = counts.tolist()
+        return per_source
 
     def _of_block(self, block: int) -> np.ndarray:
         """Return `[2, N]` int64, as `of_draws`. The draws of each source are spread evenly."""

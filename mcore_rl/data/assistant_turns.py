@@ -84,8 +84,8 @@ def _before(
         chat.render(asked, opens_turn=False, **inputs)
     )
     said = [{"role": "assistant", "content": _MARK}, *messages[1:]]
-    before, found, _ = chat.render(said, opens_turn=False, **inputs).partition(_MARK)
-    if not found or not opener or not before.endswith(opener):
+    before, mark, _ = chat.render(said, opens_turn=False, **inputs).partition(_MARK)
+    if not mark or not opener or not before.endswith(opener):
         raise RejectedRow(
             "the chat template has no start of the assistant's turn for a conversation that begins "
             "with one",
@@ -99,19 +99,19 @@ def _with_ends(
 ) -> tuple[list[int], list[int]]:
     """Return tokens and spans with an end token behind the text of each turn that lacks one; the
     blanks behind it are not learned."""
-    found: list[int] = []
+    extended: list[int] = []
     moved: list[int] = []
     done = 0
     for begin, end in zip(spans[::2], spans[1::2], strict=True):
         is_ended = ids[end - 1] in chat.ends
         while not is_ended and end > begin and chat.is_blank(ids[end - 1]):
             end -= 1
-        found += ids[done:begin]
-        moved.append(len(found))
-        found += ids[begin:end] if is_ended else [*ids[begin:end], chat.end_token()]
-        moved.append(len(found))
+        extended += ids[done:begin]
+        moved.append(len(extended))
+        extended += ids[begin:end] if is_ended else [*ids[begin:end], chat.end_token()]
+        moved.append(len(extended))
         done = end
-    return [*found, *ids[done:]], moved
+    return [*extended, *ids[done:]], moved
 
 
 def _without_template(

@@ -153,11 +153,11 @@ class ChatTokenizer:
         if not texts:
             return []
         if len(texts) == 1:
-            found = [list(self.tokenizer(texts[0], add_special_tokens=False)["input_ids"])]
+            token_ids = [list(self.tokenizer(texts[0], add_special_tokens=False)["input_ids"])]
         else:
-            found = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+            token_ids = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         if not special:
-            return found
+            return token_ids
         before, behind = self._added_tokens
         if self.left_out_of_texts:
             behind = []
@@ -168,7 +168,7 @@ class ChatTokenizer:
                 *ids,
                 *(() if ends and text.rstrip().endswith(ends) else behind),
             ]
-            for text, ids in zip(texts, found, strict=True)
+            for text, ids in zip(texts, token_ids, strict=True)
         ]
 
     def is_special(self, token: int) -> bool:

@@ -134,10 +134,10 @@ class _Side(NamedTuple):
 
     @classmethod
     def of(cls, row: _Row, column: str) -> _Side:
-        found = row.of(column, may_be_blank=True)
-        if isinstance(found, str):
-            found = [{"role": "assistant", "content": found}]
-        return cls(column, found)
+        content = row.of(column, may_be_blank=True)
+        if isinstance(content, str):
+            content = [{"role": "assistant", "content": content}]
+        return cls(column, content)
 
     @property
     def is_whole(self) -> bool:
@@ -154,11 +154,11 @@ def _divided(
 ) -> tuple[list[Message], list[list[Message]]]:
     """Return the messages of the prompt, and those of each side that follow them."""
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    found = [each.messages or [] for each in sides]
-    is_alone = asked is None and all(len(each) > 1 for each in found)
+    conversations = [each.messages or [] for each in sides]
+    is_alone = asked is None and all(len(each) > 1 for each in conversations)
     if len(sides) > 1 and (is_alone or all(each.is_whole for each in sides)):
-        common = _num_common(found)
-        before, answers = found[0][:common], [each[common:] for each in found]
+        common = _num_common(conversations)
+        before, answers = conversations[0][:common], [each[common:] for each in conversations]
         if not before:
             raise RejectedRow(
                 f"{sides[0].place} and {sides[1].place} have no common beginning, which would be "
@@ -172,10 +172,10 @@ def _divided(
                 f"it has no column {prompt_column!r}",
                 "name the prompt's column by --rl-prompt-column, or write whole conversations",
             )
-        asked, answers = [], found
+        asked, answers = [], conversations
     else:
         answers = []
-        for side, messages in zip(sides, found, strict=True):
+        for side, messages in zip(sides, conversations, strict=True):
             if side.is_whole and len(sides) == 1:
                 asked, messages = _joined(prompt, asked, messages, side), []
             elif side.is_whole:

@@ -186,21 +186,21 @@ def variants(messages: list[Message]) -> Iterator[list[Message]]:
     """
     seen: list[list[Message]] = []
     for content, other in itertools.product((..., None, ""), (False, True)):
-        found = [_variant(message, content, other) for message in messages]
-        if found not in seen:
-            seen.append(found)
-            yield found
+        form = [_variant(message, content, other) for message in messages]
+        if form not in seen:
+            seen.append(form)
+            yield form
 
 
 def _variant(message: Message, content: Any, other: bool) -> Message:
     if not any(field in message for field in CALL_FIELDS):
         return message
-    found = dict(message)
+    variant = dict(message)
     if content is not ... and not message.get("content"):
-        found["content"] = content
+        variant["content"] = content
     if other and "tool_calls" in message:
-        found["tool_calls"] = [_other_arguments(call) for call in message["tool_calls"]]
-    return found
+        variant["tool_calls"] = [_other_arguments(call) for call in message["tool_calls"]]
+    return variant
 
 
 def _other_arguments(call: dict[str, Any]) -> dict[str, Any]:
@@ -237,11 +237,11 @@ def check_order_of_results(messages: Sequence[Message]) -> None:
     for number, message in enumerate(messages, start=1):
         if calls := message.get("tool_calls"):
             waiting = [call.get("id") for call in calls]
-        elif (found := message.get("tool_call_id")) in waiting:
-            if found != waiting.pop(0):
+        elif (call_id := message.get("tool_call_id")) in waiting:
+            if call_id != waiting.pop(0):
                 _reject(
                     number,
-                    f"answers call {found!r} before an earlier one, and the chat template leaves "
+                    f"answers call {call_id!r} before an earlier one, and the chat template leaves "
                     "out the ids",
                     "write results in the order of their calls",
                 )
@@ -250,24 +250,24 @@ def check_order_of_results(messages: Sequence[Message]) -> None:
 def _checked_message(message: Any, number: int) -> Message:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         _reject(number, "is not an object with a role", "write {role, content}")
-    found = {name: each for name, each in message.items() if each is not None and each != []}
-    if "tool_calls" in found:
-        _check_calls(found["tool_calls"], number)
+    kept = {name: each for name, each in message.items() if each is not None and each != []}
+    if "tool_calls" in kept:
+        _check_calls(kept["tool_calls"], number)
     for field in (*REASONING_FIELDS, "name", "tool_call_id"):
-        if field in found and not isinstance(found[field], str):
+        if field in kept and not isinstance(kept[field], str):
             _reject(number, f"has a {field} that is not a text", "write a text")
     if message.get("content") is not None:
-        found["content"] = _checked_content(message["content"], message["role"], number)
-    elif any(found.get(field) for field in (*CALL_FIELDS, *REASONING_FIELDS)):
+        kept["content"] = _checked_content(message["content"], message["role"], number)
+    elif any(kept.get(field) for field in (*CALL_FIELDS, *REASONING_FIELDS)):
         if "content" in message:
-            found["content"] = None
+            kept["content"] = None
     else:
         _reject(
             number,
             "has no content",
             "write a text; only messages with calls or reasoning may have null",
         )
-    return found
+    return kept
 
 
 def _check_calls(calls: Any, number: int) -> None:

@@ -61,8 +61,8 @@ class DataOptions(Parameters):
     on_changed_prompts: str = param(
         STOP,
         "what a resume does if --rl-prompts differ from the checkpoint's: stop; restart: begin "
-        "with the first prompt of each source; continue: sources with the same prompts go on where "
-        "they were, others begin with the first",
+        "with the first prompt of each source; continue: sources with the same prompts continue "
+        "where they were, others begin with the first",
         choices=(STOP, RESTART, CONTINUE),
     )
 

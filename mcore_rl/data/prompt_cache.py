@@ -220,13 +220,13 @@ def _tokenised(
         for row in good
     ]
     limit, skips = source.max_prompt_tokens, source.skips_bad_rows
-    found: list[Tokenised | str]
+    results: list[Tokenised | str]
     try:
         if source.responses is not None:
             append_end = source.responses.append_end
-            found = process.demonstrate(requests, limit=limit, append_end=append_end, skips=skips)
+            results = process.demonstrate(requests, limit=limit, append_end=append_end, skips=skips)
         else:
-            found = process.tokenise(
+            results = process.tokenise(
                 requests, limit=limit, special=not source.use_chat_template, skips=skips
             )
     except (RowRejected, ProcessEnded) as error:
@@ -234,7 +234,7 @@ def _tokenised(
             # It failed on the batch as a unit: retry row by row to find the one at fault.
             return [pair for row in rows for pair in _tokenised([row], process, source)]
         raise _refusal(error, good, process, source) from error
-    made = iter(found)
+    made = iter(results)
     return [(row, _NOTHING) if row.problem else _checked(row, next(made), source) for row in rows]
 
 
@@ -357,7 +357,7 @@ def _date_of(source: PromptSource, folder: Path) -> str | None:
 def _versions(*, runs_code: bool) -> list[str]:
     """Return the versions of libraries that affect results; of all, if code may import any."""
     distributions = importlib.metadata.distributions
-    by_library = (found for name in _LIBRARIES for found in distributions(name=name))
+    by_library = (distribution for name in _LIBRARIES for distribution in distributions(name=name))
     installed = distributions() if runs_code else by_library
     versions = {f"{canonicalize_name(each.name)} {each.version}" for each in installed}
     return [*sorted(versions), unicodedata.unidata_version]

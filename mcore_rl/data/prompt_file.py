@@ -344,11 +344,11 @@ def _checked_row(fields: dict[str, Any], source: PromptSource, place: str) -> Pr
     if source.responses is None:
         prompt, value = (_needed(fields, name, flag) for name, flag in _columns_of(source))
         answer = _checked_answer(value, source)
-        found = Demonstration(
+        demonstration = Demonstration(
             text_or_messages(prompt, source.prompt_column, is_parquet=is_parquet, is_complete=False)
         )
     else:
-        found = demonstration_of(
+        demonstration = demonstration_of(
             fields,
             source.prompt_column,
             source.responses,
@@ -361,10 +361,10 @@ def _checked_row(fields: dict[str, Any], source: PromptSource, place: str) -> Pr
     ]
     tools = checked_tools(for_template[0], _TOOLS)
     kwargs = checked_kwargs(for_template[2], f"column {_KWARGS!r}")
-    row = PromptRow(place, found.prompt, answer, fields)
+    row = PromptRow(place, demonstration.prompt, answer, fields)
     if not source.use_chat_template:
-        _refuse_without_template(found.prompt, tools, kwargs)
-        return row._replace(response=found.response)
+        _refuse_without_template(demonstration.prompt, tools, kwargs)
+        return row._replace(response=demonstration.response)
     # A column of this name may be only for the reward.
     documents = for_template[1]
     is_theirs = isinstance(documents, list) and all(isinstance(d, dict) for d in documents)
@@ -372,7 +372,7 @@ def _checked_row(fields: dict[str, Any], source: PromptSource, place: str) -> Pr
         tools=tools,
         documents=documents if is_theirs and documents else None,
         kwargs=kwargs,
-        learned=found.learned,
+        learned=demonstration.learned,
     )
 
 

@@ -262,19 +262,19 @@ class PromptSources:
         """Return the positions, `[count]` int64, that draws of one source get, of which `start`
         came before."""
         size, stream = len(self.parts[source]), self._streams[source]
-        found = prompt_indices(size, start=start, count=count, seed=seed, stream=stream)
-        return found + int(self._ends[source]) - size
+        positions = prompt_indices(size, start=start, count=count, seed=seed, stream=stream)
+        return positions + int(self._ends[source]) - size
 
     def indices(self, start: int, count: int, *, seed: int) -> np.ndarray:
         """Return positions, `[count]` int64, of the prompts that draws from `start` get; depends
         only on the arguments."""
         sources, ranks = self.apportionment.of_draws(start, count)
-        found = np.empty(count, dtype=np.int64)
+        positions = np.empty(count, dtype=np.int64)
         for source in np.unique(sources).tolist():
             chosen = sources == source
             first, number = int(ranks[chosen][0]), int(chosen.sum())
-            found[chosen] = self.in_source(source, first, number, seed=seed)
-        return found
+            positions[chosen] = self.in_source(source, first, number, seed=seed)
+        return positions
 
     def of_draw(self, draw: int, *, seed: int) -> Prompt:
         """Return the prompt of one of a run's draws."""

@@ -29,12 +29,12 @@ class BadRows(NamedTuple):
 
 def bad_rows_of(problems: Sequence[str], rows: Sequence[int]) -> list[BadRows]:
     """Count problems by reason, the most frequent first; `rows` are those that have them."""
-    found: dict[str, BadRows] = {}
+    by_reason: dict[str, BadRows] = {}
     for row, problem in zip(rows, problems, strict=True):
         reason = _VARIES.sub("", problem)
-        first = found.get(reason, BadRows(0, row, problem))
-        found[reason] = first._replace(num_rows=first.num_rows + 1)
-    return sorted(found.values(), key=lambda each: (-each.num_rows, each.first))
+        first = by_reason.get(reason, BadRows(0, row, problem))
+        by_reason[reason] = first._replace(num_rows=first.num_rows + 1)
+    return sorted(by_reason.values(), key=lambda each: (-each.num_rows, each.first))
 
 
 def lines_of(bad_rows: Sequence[BadRows], num_rows: int) -> Iterator[str]:
@@ -50,13 +50,13 @@ def lines_of(bad_rows: Sequence[BadRows], num_rows: int) -> Iterator[str]:
 
 def counted(left_out: pa.ChunkedArray) -> dict[str, tuple[int, int]]:
     """Count omitted fields: name -> number of rows, and the first of them (from 0)."""
-    found: dict[str, tuple[int, int]] = {}
+    counts: dict[str, tuple[int, int]] = {}
     lengths = left_out.combine_chunks().value_lengths().to_numpy(zero_copy_only=False)
     for row in np.flatnonzero(lengths):
         for name in left_out[int(row)].as_py():
-            count, first = found.get(name, (0, int(row)))
-            found[name] = (count + 1, first)
-    return found
+            count, first = counts.get(name, (0, int(row)))
+            counts[name] = (count + 1, first)
+    return counts
 
 
 def as_learned(parts: Sequence[str]) -> str:

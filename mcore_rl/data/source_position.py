@@ -55,14 +55,14 @@ def _facts(fingerprint: str) -> _Facts:
     """Return the content of a fingerprint; that of nothing if a checkpoint has another text."""
     if not is_of_sources(fingerprint):
         return _Facts({"": 1}, {"": fingerprint})
-    found = _Facts({}, {})
+    facts = _Facts({}, {})
     with contextlib.suppress(InvalidData, TypeError, ValueError):
         block, sources = parse_json(fingerprint[len(_PREFIX) :])
         for name, share, content in sources:
             if integer_within(share, 1, _MOST) is None or integer_within(block, 1, _MOST) is None:
                 raise ValueError(f"{share} or {block} is not a number of draws")
-            found.units[str(name)], found.contents[str(name)] = share, str(content)
-        return dataclasses.replace(found, block=block)
+            facts.units[str(name)], facts.contents[str(name)] = share, str(content)
+        return dataclasses.replace(facts, block=block)
     return _Facts({}, {})
 
 
@@ -83,15 +83,17 @@ def changes_between(before: str, now: str) -> str:
     old, new = _facts(before), _facts(now)
     names = _names_now(old, new)
     common = {name: then for then, name in names.items() if name in new.contents}
-    found = [f"'{name}' is new" for name in new.contents if name and name not in common]
-    found += [f"'{then}' is missing" for then, name in names.items() if then and name not in common]
+    changes = [f"'{name}' is new" for name in new.contents if name and name not in common]
+    changes += [
+        f"'{then}' is missing" for then, name in names.items() if then and name not in common
+    ]
     changed = [name for name, then in common.items() if old.contents[then] != new.contents[name]]
-    found += [f"'{name}' has other prompts" for name in changed if name]
-    if not found and list(old.units.items()) != list(new.units.items()):
-        found = ["their order or their weights differ"]
-    elif not found and old.block != new.block:
-        found = [f"a step has {new.block} prompts of all, and had {old.block}"]
-    return ", ".join(found) or "the file or its name has changed"
+    changes += [f"'{name}' has other prompts" for name in changed if name]
+    if not changes and list(old.units.items()) != list(new.units.items()):
+        changes = ["their order or their weights differ"]
+    elif not changes and old.block != new.block:
+        changes = [f"a step has {new.block} prompts of all, and had {old.block}"]
+    return ", ".join(changes) or "the file or its name has changed"
 
 
 def continued(before: str, begin: Begin, position: int, now: str) -> Begin:

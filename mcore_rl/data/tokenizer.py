@@ -161,11 +161,11 @@ def _named_ends(folder: Path) -> tuple[str, list[int]]:
     named = "generation_config.json"
     if not os.path.isfile(folder / named):
         named = "config.json"
-    found: Any = None
+    stated: Any = None
     with contextlib.suppress(OSError, ValueError, AttributeError):
         settings = _settings(folder, named)
-        found = settings.get("eos_token_id", text_values(settings).get("eos_token_id"))
-    ends = found if isinstance(found, list) else [found]
+        stated = settings.get("eos_token_id", text_values(settings).get("eos_token_id"))
+    ends = stated if isinstance(stated, list) else [stated]
     return named, [t for t in ends if integer_within(t, 0, _MAX_TOKEN) is not None]
 
 

@@ -148,14 +148,14 @@ class TokenizerProcess:
     def eos_token_id(self) -> int | None:
         """The tokenizer's end of sequence; raises UsageError like `open`."""
         self.open()
-        found: int | None = self._ask("eos_token_id")
-        return found
+        token_id: int | None = self._ask("eos_token_id")
+        return token_id
 
     @property
     def template(self) -> str | None:
         """The text of the chat template in use; None without one."""
-        found: str | None = self._ask("template")
-        return found
+        text: str | None = self._ask("template")
+        return text
 
     def tokenise(
         self, rows: Sequence[Mapping[str, Any]], *, limit: int, special: bool, skips: bool = False
@@ -164,8 +164,8 @@ class TokenizerProcess:
 
         A row is {"text": ...}, or {"messages": ...} with the template's other inputs. One that
         certainly exceeds `limit` is not tokenised."""
-        found = self._ask("tokenise", rows=list(rows), limit=limit, special=special, skips=skips)
-        return [each if isinstance(each, str) else Tokenised(*each) for each in found]
+        answers = self._ask("tokenise", rows=list(rows), limit=limit, special=special, skips=skips)
+        return [each if isinstance(each, str) else Tokenised(*each) for each in answers]
 
     def demonstrate(
         self,
@@ -176,21 +176,21 @@ class TokenizerProcess:
         skips: bool = False,
     ) -> list[Tokenised | str]:
         """Return the tokens of demonstrations, see `assistant_turns.demonstrated`."""
-        found = self._ask(
+        answers = self._ask(
             "demonstrate", rows=list(rows), limit=limit, append_end=append_end, skips=skips
         )
-        return [each if isinstance(each, str) else Tokenised(*each) for each in found]
+        return [each if isinstance(each, str) else Tokenised(*each) for each in answers]
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
         """Return the texts of tokens, special ones included."""
-        found: list[str] = self._ask("decode", ids=[list(each) for each in ids])
-        return found
+        texts: list[str] = self._ask("decode", ids=[list(each) for each in ids])
+        return texts
 
     def vocabulary(self) -> dict[str, int]:
         """Return the number of each token, added ones included; raises UsageError like `open`."""
         self.open()
-        found: dict[str, int] = self._ask("vocabulary")
-        return found
+        numbers: dict[str, int] = self._ask("vocabulary")
+        return numbers
 
     def render(self, messages: Sequence[Message], **options: Any) -> str:
         """Call `ChatTokenizer.render`."""
@@ -198,8 +198,8 @@ class TokenizerProcess:
 
     def encode(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """Call `ChatTokenizer.encode`."""
-        found: list[list[int]] = self._ask("encode", texts=list(texts), special=special)
-        return found
+        token_ids: list[list[int]] = self._ask("encode", texts=list(texts), special=special)
+        return token_ids
 
     def is_special(self, token: int) -> bool:
         """Call `ChatTokenizer.is_special`."""

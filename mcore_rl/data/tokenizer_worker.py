@@ -75,13 +75,13 @@ class _Worker:
 
     def eos_token_id(self, chat: Any, request: Request) -> int | None:
         """Return the tokenizer's end of sequence."""
-        found: int | None = chat.tokenizer.eos_token_id
-        return found
+        token_id: int | None = chat.tokenizer.eos_token_id
+        return token_id
 
     def template(self, chat: Any, request: Request) -> str | None:
         """Return the text of the chat template in use."""
-        found: str | None = chat.template if request["settings"]["use_template"] else None
-        return found
+        text: str | None = chat.template if request["settings"]["use_template"] else None
+        return text
 
     def is_special(self, chat: Any, request: Request) -> bool:
         """Call `ChatTokenizer.is_special`."""
@@ -104,11 +104,11 @@ class _Worker:
             special=request["special"],
         )
         ids, added = iter(encoded), chat.left_out_of_texts if request["special"] else []
-        found = iter(
+        tokenised = iter(
             [[] if cut else next(ids), cut, [*missing, *added]]
             for (_, missing), cut in zip(read, least, strict=True)
         )
-        return [each if isinstance(each, str) else next(found) for each in texts]
+        return [each if isinstance(each, str) else next(tokenised) for each in texts]
 
     def _text_of(self, chat: Any, row: Request) -> tuple[str, list[str]]:
         text, missing = (row["text"], []) if "text" in row else chat.prompt(row)
@@ -132,21 +132,21 @@ class _Worker:
         """Return what `make` returns for each row; with `skips` the problem of a rejected one."""
         from mcore_rl.data.messages import RejectedRow
 
-        found = []
+        results = []
         for number, row in enumerate(request["rows"]):
             self._begin_row(number)
             try:
-                found.append(make(row))
+                results.append(make(row))
             except RejectedRow as error:
                 if not request["skips"]:
                     raise
-                found.append(error.problem)
+                results.append(error.problem)
             except Exception as error:
                 if not request["skips"]:
                     raise
-                found.append(_failure(error))
+                results.append(_failure(error))
         self._end_rows()
-        return found
+        return results
 
     def decode(self, chat: Any, request: Request) -> list[str]:
         """Return the texts of tokens, special ones included."""
@@ -169,8 +169,8 @@ class _Worker:
     def encode(self, chat: Any, request: Request) -> list[list[int]]:
         """Return the token ids of texts, see `ChatTokenizer.encode`."""
         self._begin_encoding(sum(map(len, request["texts"])))
-        found: list[list[int]] = chat.encode(request["texts"], special=request["special"])
-        return found
+        token_ids: list[list[int]] = chat.encode(request["texts"], special=request["special"])
+        return token_ids
 
     # ------------------------------------------------------------------------------------ limits
 

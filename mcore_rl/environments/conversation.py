@@ -123,17 +123,17 @@ class ConversationTokens:
             return token_ids
         if isinstance(prompt, str) and self._use_chat_template:
             prompt = [{"role": "user", "content": prompt}]
-        found: Sequence[int] | Failed
+        input_ids: Sequence[int] | Failed
         if isinstance(prompt, str):
-            found = self._encoded(prompt, special=True)  # like a prompt of the file
+            input_ids = self._encoded(prompt, special=True)  # like a prompt of the file
         elif _is_messages(prompt):
             text = self._first_text(prompt, [] if tools is None else json.loads(tools))
-            found = text if isinstance(text, Failed) else self._encoded(text)
+            input_ids = text if isinstance(text, Failed) else self._encoded(text)
         else:
-            found = list(prompt)
-        if not isinstance(found, Failed) and not found:
+            input_ids = list(prompt)
+        if not isinstance(input_ids, Failed) and not input_ids:
             return Failed("returned no tokens", "the model needs at least one")
-        return self._checked(found)
+        return self._checked(input_ids)
 
     def observed(self, generated: np.ndarray, observation: Any) -> np.ndarray | Failed:
         """Return `[o]` int32, the tokens between `generated`, `[r]` int32 as the engine returned
@@ -149,8 +149,8 @@ class ConversationTokens:
             if isinstance(text, Failed):
                 failed = failed or text
                 continue
-            _, found, behind = text.rpartition(begins)
-            if not found or not _all_shown(messages[2:], behind):
+            _, separator, behind = text.rpartition(begins)
+            if not separator or not _all_shown(messages[2:], behind):
                 failed = failed or Failed(_LEFT_OUT, "")
                 continue
             self._warn_if_changed(observation, messages[2:])
@@ -219,13 +219,13 @@ class ConversationTokens:
     def _checked(self, token_ids: Sequence[int] | Failed) -> np.ndarray | Failed:
         if isinstance(token_ids, Failed):
             return token_ids
-        found = np.asarray(token_ids, dtype=np.int64)
-        if self._vocabulary is not None and (found >= self._vocabulary).any():
+        ids = np.asarray(token_ids, dtype=np.int64)
+        if self._vocabulary is not None and (ids >= self._vocabulary).any():
             return Failed(
                 "returned a token that the model does not have",
-                f"token {found.max()}, and its vocabulary has {self._vocabulary}",
+                f"token {ids.max()}, and its vocabulary has {self._vocabulary}",
             )
-        return found.astype(np.int32)
+        return ids.astype(np.int32)
 
     # ------------------------------------------------------------------------ the chat template
 
@@ -250,8 +250,8 @@ class ConversationTokens:
             if isinstance(each, Failed):
                 return f"it refuses a conversation of user and assistant in turn ({each.detail})"
         assert isinstance(text, str) and isinstance(again, str) and isinstance(ended, str)
-        before, found, behind = text.partition(_ANSWER)
-        if not found or _ANSWER in behind or again.count(_ANSWER) != 2:
+        before, separator, behind = text.partition(_ANSWER)
+        if not separator or _ANSWER in behind or again.count(_ANSWER) != 2:
             return "it does not keep the assistant's earlier turns"
         _, _, behind_again = again.rpartition(_ANSWER)
         if behind != behind_again:

@@ -228,12 +228,12 @@ def resolve_environment(
     for path in imports:
         import_user_file(path)
     if ":" in spec:
-        found = find_in_module(spec, f"{FLAG} {spec}")
+        environment = find_in_module(spec, f"{FLAG} {spec}")
     else:
         if spec in _SHIPPED:
             importlib.import_module(_SHIPPED[spec])
-        found = _BY_NAME.get(spec)
-        if found is None:
+        environment = _BY_NAME.get(spec)
+        if environment is None:
             known = sorted({*_SHIPPED, *_BY_NAME})
             raise UsageError(
                 f"is not an environment{did_you_mean(spec, known) or meant_own(spec)}",
@@ -241,9 +241,9 @@ def resolve_environment(
                 remedy=f"there are {', '.join(known)}, and your own is given as "
                 "package.module:Class or ./file.py:Class",
             )
-    _check_class(found, spec)
-    assert isinstance(found, type)
-    if needs_state and not keeps_state(found):
+    _check_class(environment, spec)
+    assert isinstance(environment, type)
+    if needs_state and not keeps_state(environment):
         raise UsageError(
             f"cannot be combined with {FLAG} {spec}: the class has no state and restore, so a "
             "conversation cannot continue in a later step",
@@ -251,26 +251,26 @@ def resolve_environment(
             remedy="give the class state(self) and restore(self, prompt, state), or drop one of "
             "the two; --rl-oversample alone may stay",
         )
-    return found
+    return environment
 
 
 def keeps_state(environment: type) -> bool:
     """Return whether a class has both `state` and `restore`."""
     return all(
-        callable(found := getattr(environment, name, None))
-        and found is not getattr(Environment, name)
+        callable(method := getattr(environment, name, None))
+        and method is not getattr(Environment, name)
         for name in ("state", "restore")
     )
 
 
-def _check_class(found: object, spec: str) -> None:
+def _check_class(candidate: object, spec: str) -> None:
     flag = f"{FLAG} {spec}"
-    if not isinstance(found, type):
+    if not isinstance(candidate, type):
         raise UsageError(
-            f"is of type {type(found).__name__}, not a class", flag=flag, remedy="name a class"
+            f"is of type {type(candidate).__name__}, not a class", flag=flag, remedy="name a class"
         )
-    step = getattr(found, "step", None)
-    missing = [name for name in ("start", "step") if not callable(getattr(found, name, None))]
+    step = getattr(candidate, "step", None)
+    missing = [name for name in ("start", "step") if not callable(getattr(candidate, name, None))]
     if missing or step is Environment.step:
         raise UsageError(
             f"has no method {missing[0] if missing else 'step'}",
@@ -279,7 +279,7 @@ def _check_class(found: object, spec: str) -> None:
         )
     for name, arguments in (("__init__", 1), ("start", 2), ("step", 2)):
         try:
-            signature = inspect.signature(getattr(found, name))
+            signature = inspect.signature(getattr(candidate, name))
             signature.bind(*[None] * arguments)
         except ValueError:  # some in C have none; the first call will show
             continue

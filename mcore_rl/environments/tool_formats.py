@@ -60,11 +60,11 @@ def format_of(template: str | None, tool_parser: str, reasoning_parser: str) -> 
         return None
     if tool_parser == AUTO:
         assert known is not None, "checked above"
-        found = known
+        tool_format = known
     else:
         same = (each for each in _FORMATS.values() if each.tool_parser == tool_parser)
-        found = next(same, ToolFormat(tool_parser, known.reasoning_parser if known else None))
+        tool_format = next(same, ToolFormat(tool_parser, known.reasoning_parser if known else None))
     if reasoning_parser == AUTO:
-        return found
+        return tool_format
     chosen = None if reasoning_parser == NONE else reasoning_parser
-    return replace(found, reasoning_parser=chosen)
+    return replace(tool_format, reasoning_parser=chosen)

@@ -69,8 +69,8 @@ def check_refused(values: Mapping[str, Any]) -> None:
         if values.get(dest) and dest not in OWN_RL - {"perform_rl_step"}:
             raise UsageError(why, flag=as_flag(dest), remedy=remedy)
     for dest, (refused, (why, remedy)) in REFUSED_VALUES.items():
-        found = values.get(dest)
-        for value in found if isinstance(found, list) else [found]:
+        given = values.get(dest)
+        for value in given if isinstance(given, list) else [given]:
             if (name := getattr(value, "name", value)) in refused:
                 raise UsageError(why, flag=as_flag(dest, name), remedy=remedy)
 
@@ -79,8 +79,8 @@ def check_numbers(values: Mapping[str, Any]) -> None:
     """Check single numbers that Megatron does not check."""
     for words, names in RANGES.items():
         for dest in names.split():
-            found = values.get(dest)
-            for value in found if isinstance(found, list) else [found]:
+            given = values.get(dest)
+            for value in given if isinstance(given, list) else [given]:
                 if value is not None and not _BOUNDS[words].hold(value):
                     raise UsageError(f"must be {words}", flag=as_flag(dest, value), remedy=CORRECT)
 
@@ -157,12 +157,12 @@ def notes(
     """
     flags = {action.dest: action.option_strings[0] for action in _actions(parser)}
     known: set[str] = set()
-    found = []
+    without_effect = []
     for kind, reason, dests in tables():
         known |= dests
         if kind == "without effect" and (named := [d for d in given if d in dests & flags.keys()]):
-            found.append(f"{', '.join(flags[dest] for dest in named)} ({reason})")
-    lines = [f"without effect in RL: {'; '.join(found)}"] if found else []
+            without_effect.append(f"{', '.join(flags[dest] for dest in named)} ({reason})")
+    lines = [f"without effect in RL: {'; '.join(without_effect)}"] if without_effect else []
     if named := [flags[dest] for dest in given if dest in unread]:
         lines.append(f"without effect on this model: {', '.join(named)}")
     if unknown := [flags[dest] for dest in given if dest in flags and dest not in known]:

@@ -185,18 +185,18 @@ def machine_flags(shape: ModelShape, platform: Platform) -> dict[str, list[str]]
     """Return the flags that Megatron needs here, by reason (in words)."""
     if not platform.cuda:
         return {"a machine without CUDA": CPU_FLAGS}
-    found = {}
+    flags = {}
     if platform.transformer_engine is None:
-        found["a machine without Transformer Engine"] = _LOCAL_FLAGS
+        flags["a machine without Transformer Engine"] = _LOCAL_FLAGS
     elif shape.indexer:
-        found["sparse attention"] = ["--no-rope-fusion"]
+        flags["sparse attention"] = ["--no-rope-fusion"]
     elif shape.latent and shape.rope["rope_type"] != "yarn":
-        found["latent attention without YaRN"] = ["--no-rope-fusion"]
+        flags["latent attention without YaRN"] = ["--no-rope-fusion"]
     if shape.experts and shape.linear_biases and platform.transformer_engine is not None:
-        found["a grouped layer of experts with biases"] = ["--no-bias-dropout-fusion"]
+        flags["a grouped layer of experts with biases"] = ["--no-bias-dropout-fusion"]
     if not platform.fused_weight_gradients:
-        found["a machine without Apex's fused weight gradients"] = _WITHOUT_APEX_FLAGS
-    return found
+        flags["a machine without Apex's fused weight gradients"] = _WITHOUT_APEX_FLAGS
+    return flags
 
 
 def check_fits_machine(

@@ -163,9 +163,9 @@ def find_apex_misfit() -> UsageError | None:
     return None
 
 
-def _is(found: str, wanted: str) -> bool:
+def _is(installed: str, wanted: str) -> bool:
     """Return whether versions are equal, without local labels such as +cpu or +cu130."""
-    return Version(found).public == wanted
+    return Version(installed).public == wanted
 
 
 _NEED_A_PROJECT = ("wandb_exp_name", "wandb_save_dir", "wandb_entity")

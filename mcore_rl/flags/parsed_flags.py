@@ -38,9 +38,9 @@ def expand_config(
     """
     finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     finder.add_argument("--rl-config", action="append", default=[])
-    found, rest = parse_known(finder, tokens)
+    configs, rest = parse_known(finder, tokens)
     flags: dict[str, list[str]] = {}
-    for path in found.rl_config:
+    for path in configs.rl_config:
         for flag, tokens_of_flag in _read_config(Path(path), parser, refused).items():
             # At the end, as argparse would: some flags undo each other.
             flags.pop(flag, None)
@@ -269,7 +269,7 @@ def _occurrences(
 ) -> list[tuple[argparse.Action, str, list[str]]]:
     """Return each flag of `tokens` in order: its action in `parser`, its spelling, its values."""
     recorder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    found: list[tuple[argparse.Action, str, list[str]]] = []
+    occurrences: list[tuple[argparse.Action, str, list[str]]] = []
     # To add all flags would take longer than all else here.
     named = {token.partition("=")[0] for token in tokens}
     for action in parser._actions:
@@ -282,8 +282,8 @@ def _occurrences(
                 metavar="VALUE",
                 flag=action,
             )
-    recorder.parse_args(list(tokens), argparse.Namespace(found=found))
-    return found
+    recorder.parse_args(list(tokens), argparse.Namespace(found=occurrences))
+    return occurrences
 
 
 class _Recorded(argparse.Action):

@@ -80,9 +80,11 @@ class Float8Shards:
         largest = torch.zeros(self._num_scales, dtype=torch.float32, device=device)
         for name in self._places:
             for box in self._shards.boxes(name):
-                found = largest_by_block(self._shards.read(name, box), box)
+                largest_here = largest_by_block(self._shards.read(name, box), box)
                 for part, view in self._views(largest, name, blocks_of(box)):
-                    view.copy_(torch.maximum(view, found[slices(relative(part, blocks_of(box)))]))
+                    view.copy_(
+                        torch.maximum(view, largest_here[slices(relative(part, blocks_of(box)))])
+                    )
         if self._num_shared:
             shared = torch.zeros(self._num_shared, dtype=torch.float32, device=device)
             shared[self._shared] = largest[self._own]
@@ -105,13 +107,13 @@ class Float8Shards:
 
     def _scales_in(self, weight: str, box: Box) -> torch.Tensor:
         """Return the scales of `box`, in blocks."""
-        found = list(self._views(self._scales, weight, box))
-        if sum(volume(part) for part, _ in found) != volume(box):
+        views = list(self._views(self._scales, weight, box))
+        if sum(volume(part) for part, _ in views) != volume(box):
             raise RuntimeError(f"scales of {weight} were read on a rank that does not hold them")
-        if len(found) == 1:
-            return found[0][1]
+        if len(views) == 1:
+            return views[0][1]
         whole = torch.empty(extent(box), dtype=torch.float32, device=self._scales.device)
-        for part, view in found:
+        for part, view in views:
             whole[slices(relative(part, box))] = view
         return whole
 
@@ -155,10 +157,10 @@ def _cut_blocks(have: Sequence[Boxes], shapes: _Shapes) -> Iterator[tuple[str, i
             if name in shapes:
                 boxes.setdefault(name, set()).update(some)
     for name in sorted(boxes):
-        found: set[tuple[int, int]] = set()
+        cut: set[tuple[int, int]] = set()
         for box in boxes[name]:
-            found.update(_cut_by(box, shapes[name]))
-        for row, column in sorted(found):
+            cut.update(_cut_by(box, shapes[name]))
+        for row, column in sorted(cut):
             yield name, row, column
 
 

@@ -245,9 +245,9 @@ def _copy_others(source: Path, folder: Path, apart_from: Collection[Path]) -> No
     """Copy the files that are not weights, and name those that cannot be copied in a warning.
     The weights are written by now, so only a failure to copy config.json ends the export."""
     shutil.copyfile(source / "config.json", folder / "config.json")
-    found = other_files(source, apart_from=apart_from)
-    left_out = list(found.left_out)
-    for name in found.files:
+    others = other_files(source, apart_from=apart_from)
+    left_out = list(others.left_out)
+    for name in others.files:
         if name in ("config.json", EXPORT_MARKER):
             continue
         try:

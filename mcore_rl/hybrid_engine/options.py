@@ -73,8 +73,8 @@ class EngineOptions(Parameters):
 def ranks_per_node(options: EngineOptions, world_size: int) -> int:
     """Return `--rl-ranks-per-node`, else the launcher's number, else 8; at most the world size."""
     launched = os.environ.get("LOCAL_WORLD_SIZE")
-    found = options.ranks_per_node or (int(launched) if launched else _USUAL_RANKS_PER_NODE)
-    return min(found, world_size)
+    num_ranks = options.ranks_per_node or (int(launched) if launched else _USUAL_RANKS_PER_NODE)
+    return min(num_ranks, world_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,10 +170,10 @@ def check_adapter(folder: Path, lora: Lora) -> None:
 
 
 def _config(folder: Path, lora: Lora, flag: str) -> PeftConfig:
-    found = parse_json(read_regular(folder / CONFIG, _MAX_CONFIG_BYTES))
-    if not isinstance(found, dict):
+    fields = parse_json(read_regular(folder / CONFIG, _MAX_CONFIG_BYTES))
+    if not isinstance(fields, dict):
         raise InvalidData(f"{CONFIG} is not an object")
-    return read_config(found, lora, flag)
+    return read_config(fields, lora, flag)
 
 
 def _check_names(

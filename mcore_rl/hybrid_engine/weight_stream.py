@@ -220,13 +220,13 @@ class WeightStream:
 
     def _own_pieces(self, name: str) -> list[tuple[Box, torch.Tensor]]:
         """Return what this rank needs and holds already, each element once."""
-        found: list[tuple[Box, torch.Tensor]] = []
+        pieces: list[tuple[Box, torch.Tensor]] = []
         for needed in self.need.get(name, ()):
             for held in self._boxes(name):
                 shared = intersect(needed, held)
-                rest = [] if shared is None else uncovered(shared, [box for box, _ in found])
-                found.extend((box, self.read(name, box)) for box in rest)
-        return found
+                rest = [] if shared is None else uncovered(shared, [box for box, _ in pieces])
+                pieces.extend((box, self.read(name, box)) for box in rest)
+        return pieces
 
     def _part(self, name: str, pieces: list[tuple[Box, torch.Tensor]]) -> SlicedTensor:
         info = self.tensors[name]
@@ -264,11 +264,11 @@ def _enough_to_overlap(plan: Plan, world_size: int) -> int:
 def _groups(layout: TrainLayout) -> dict[frozenset[int], Any]:
     """Return Megatron's groups by their ranks; entries for other ranks' groups are placeholders."""
     mine = megatron_adapter.broadcast_groups()
-    found: dict[frozenset[int], Any] = {}
+    groups: dict[frozenset[int], Any] = {}
     for name, sets in layout.groups().items():
         for ranks in sets:
-            found.setdefault(frozenset(ranks), mine[name])
-    return found
+            groups.setdefault(frozenset(ranks), mine[name])
+    return groups
 
 
 def _near(world_size: int, ranks_per_node: int, layout: TrainLayout | None) -> Neighbourhoods:
@@ -291,8 +291,8 @@ def _served(
 def _quantised(engine: Receiver | None, world: World) -> Float8Weights | None:
     """Return the engines' weights in FP8 blocks on all ranks; the last one has an engine."""
     mine = None if engine is None else engine.float8
-    found: Float8Weights | None = objects.broadcast(mine, world.size - 1, world.control)
-    return found
+    weights: Float8Weights | None = objects.broadcast(mine, world.size - 1, world.control)
+    return weights
 
 
 def with_transfer_dtype(

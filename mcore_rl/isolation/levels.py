@@ -72,11 +72,11 @@ def readable_paths() -> tuple[str, ...]:
     paths = {os.path.join(prefix, name) for prefix in prefixes for name in _OF_PREFIX}
     paths |= {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     paths |= {sys.executable, os.path.realpath(sys.executable), *_SYSTEM, *_FILES}
-    found: list[str] = []
+    kept: list[str] = []
     for path in sorted(map(os.path.normpath, paths)):
-        if os.path.exists(path) and not any(Path(path).is_relative_to(each) for each in found):
-            found.append(path)
-    return tuple(found)
+        if os.path.exists(path) and not any(Path(path).is_relative_to(each) for each in kept):
+            kept.append(path)
+    return tuple(kept)
 
 
 def parse_accepted(text: str | None, flag: str) -> tuple[str, ...]:

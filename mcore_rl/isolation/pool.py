@@ -161,8 +161,8 @@ class ProcessPool:
     def finished(self) -> list[tuple[int, Event]]:
         """Return the events since the last call, in the order of arrival; does not block."""
         self._look(0.0)
-        found, self._found = self._found, []
-        return found
+        events, self._found = self._found, []
+        return events
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Block until `finished` has an event; False after a timeout, or if no event is due."""

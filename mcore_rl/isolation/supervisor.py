@@ -227,8 +227,8 @@ class _Run:
             left_seconds = deadline - time.monotonic()
             if left_seconds <= 0:
                 return "its time is over"
-            found = selector.select(min(left_seconds, _WATCH_SECONDS))
-            ready = {key.fileobj for key, _ in found}
+            events = selector.select(min(left_seconds, _WATCH_SECONDS))
+            ready = {key.fileobj for key, _ in events}
             if connection in ready:  # the client no longer waits for it
                 return ""
             if wakes in ready:
@@ -245,8 +245,8 @@ class _Run:
         """Read bwrap's information, which arrives in pieces; return whether it is complete."""
         data = os.read(self._info, 1 << 12)
         self._info_text += data
-        if found := re.search(rb'"child-pid":\s*(\d+)\s*[,}]', self._info_text):
-            self._inner = int(found[1])
+        if match := re.search(rb'"child-pid":\s*(\d+)\s*[,}]', self._info_text):
+            self._inner = int(match[1])
         return not data or self._inner is not None
 
     def _excess(self) -> str:
@@ -332,9 +332,9 @@ def _exceeds(folder: str, pid: int, most_bytes: int) -> bool:
     try:
         # All threads share descriptors and memory, but a main thread that has exited has neither.
         thread = f"/proc/{pid}/task/{os.listdir(f'/proc/{pid}/task')[-1]}"
-        for found in (*_removed(thread), *_entries(folder)):
+        for entry in (*_removed(thread), *_entries(folder)):
             num_entries += 1
-            num_bytes += 512 * found.st_blocks
+            num_bytes += 512 * entry.st_blocks
             if num_bytes > most_bytes + (1 << 20) or num_entries > MAX_ENTRIES:
                 return True
         with open(f"{thread}/maps", "rb") as file:
@@ -368,9 +368,9 @@ def _removed(thread: str) -> Iterator[os.stat_result]:
     """Yield open files without a name; `thread` is a folder of /proc."""
     for name in os.listdir(f"{thread}/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            found = os.stat(f"{thread}/fd/{name}")
-            if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
-                yield found
+            status = os.stat(f"{thread}/fd/{name}")
+            if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
+                yield status
 
 
 if __name__ == "__main__":

@@ -98,10 +98,10 @@ def as_text(value: object) -> str:
 
 def as_integer(value: object) -> int:
     """Return an integer of 64 bits; InvalidData for anything else."""
-    found = integer_within(value, -(1 << 63), (1 << 63) - 1)
-    if found is None:
+    number = integer_within(value, -(1 << 63), (1 << 63) - 1)
+    if number is None:
         raise InvalidData("a ticket or an exit code is an integer")
-    return found
+    return number
 
 
 class Reader:

@@ -103,12 +103,12 @@ def run_zygote(
 
 def _open_descriptors() -> set[int]:
     """Return the descriptors that sessions must not inherit; never the standard streams."""
-    found = set()
+    descriptors = set()
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # of the listing itself
             os.fstat(int(name))
-            found.add(int(name))
-    return found - {0, 1, 2}
+            descriptors.add(int(name))
+    return descriptors - {0, 1, 2}
 
 
 class _Zygote:

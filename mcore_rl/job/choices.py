@@ -176,9 +176,9 @@ def _layout(source: Source, facts: Facts) -> tuple[str, ...]:
     # The last two are layers and optimizers of Transformer Engine.
     savings = IN_ORDER if source.platform.transformer_engine is not None else IN_ORDER[:2]
     longest = longest_row(config, 1)
-    found = best_layout(case, step, longest=longest, savings=savings)
-    if found is not None:
-        return tuple(found.split())
+    flags = best_layout(case, step, longest=longest, savings=savings)
+    if flags is not None:
+        return tuple(flags.split())
     least = least_world(case, step, longest=longest, savings=savings)
     raise UsageError(
         f"finds no layout of this model for {case.train.world_size} devices of "

@@ -107,14 +107,14 @@ _OF_CONTENT = ("rollout_dtype", "speculate", "reshard_dtype", "reshard_delta")
 
 def _unused_by_servers(config: RLConfig) -> dict[str, str]:
     """Return the given flags of engines that a job starts, by name of the option."""
-    found = {}
+    unused = {}
     for options in (config.engine, config.weight_sync):
         default = type(options)()
         for each in dataclasses.fields(options):
             value = getattr(options, each.name)
             if each.name not in _OF_SERVERS and value and value != getattr(default, each.name):
-                found[each.name] = as_flag(f"rl_{each.name}", value)
-    return found
+                unused[each.name] = as_flag(f"rl_{each.name}", value)
+    return unused
 
 
 def _check_content_of_servers(config: RLConfig) -> None:

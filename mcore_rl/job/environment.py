@@ -81,8 +81,8 @@ def use_own_toolkit() -> None:
     kernels while an engine starts, and which vLLM leaves out without them. What the environment
     names is left as it is."""
     own = Path(sysconfig.get_path("purelib"), "nvidia").glob("cu*/bin/nvcc")
-    if not {"CUDA_HOME", "CUDA_PATH"} & os.environ.keys() and (found := max(own, default=None)):
-        os.environ["CUDA_HOME"] = str(found.parent.parent)
+    if not {"CUDA_HOME", "CUDA_PATH"} & os.environ.keys() and (compiler := max(own, default=None)):
+        os.environ["CUDA_HOME"] = str(compiler.parent.parent)
     scripts = sysconfig.get_path("scripts")
     if shutil.which("ninja") is None and shutil.which("ninja", path=scripts):
         os.environ["PATH"] = os.pathsep.join(filter(None, [os.environ.get("PATH"), scripts]))

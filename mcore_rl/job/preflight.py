@@ -342,8 +342,8 @@ def check_biases(checkpoint: HFCheckpoint, shape: ModelShape, values: Mapping[st
     if shape.experts is None or not shape.experts.has_bias:
         return
     name = family_of(shape.architecture).names.router_bias
-    found = {t: info.dtype for t, info in checkpoint.tensors.items() if t.endswith(name)}
-    check_bias_dtypes(values, found, checkpoint.folder)
+    dtypes = {t: info.dtype for t, info in checkpoint.tensors.items() if t.endswith(name)}
+    check_bias_dtypes(values, dtypes, checkpoint.folder)
 
 
 def check_mtp(
@@ -381,9 +381,9 @@ def check_mtp_weights(
     """Check that MTP layers to be trained are in the checkpoint."""
     count = values.get("mtp_num_layers") or 0
     for name, spec in mtp_tensors(shape, count):
-        found = checkpoint.mtp.get(name)
-        if found is None or found.shape != spec.shape:
-            has = "lacks" if found is None else f"has of shape {list(found.shape)}"
+        stored = checkpoint.mtp.get(name)
+        if stored is None or stored.shape != spec.shape:
+            has = "lacks" if stored is None else f"has of shape {list(stored.shape)}"
             reason = f"trains {name} of shape {list(spec.shape)}, which {checkpoint.folder} {has}"
             raise _cannot_train_mtp(reason, count)
 

@@ -373,17 +373,17 @@ class _Examiner:
         self, teacher: TeacherPlace, config: RLConfig, shape: ModelShape
     ) -> TeacherSpec | None:
         """Check a teacher in a folder by the checks of the actor and those of its own."""
-        found = read_teacher(teacher, config, shape, self.facts, self.refusals, self.source)
-        if found is None:
+        read = read_teacher(teacher, config, shape, self.facts, self.refusals, self.source)
+        if read is None:
             return None
-        laid_out = self._laid_out(found.options, config, found.shape)
+        laid_out = self._laid_out(read.options, config, read.shape)
         if laid_out is None:
             return None
         self.facts.teachers += (laid_out,)
         with self.refusals.of_role("the teacher"):
             if self.facts.is_accepted:
                 self._megatron_accepts(laid_out)
-        return teacher_spec(found, laid_out, self.facts, self.source.extra_args)
+        return teacher_spec(read, laid_out, self.facts, self.source.extra_args)
 
     def _laid_out(
         self, options: ValueOptions, config: RLConfig, own_shape: ModelShape

@@ -268,14 +268,14 @@ def _job(args: argparse.Namespace, checked: JobSpec, world: RoleWorld) -> Job:
 
 def _of_role(checked: JobSpec, world: RoleWorld) -> JobSpec | ValueModelSpec | TeacherSpec:
     """Return the model of this process's role."""
-    found = {
+    model = {
         ACTOR: checked,
         CRITIC: checked.critic,
         REWARD: checked.reward_model,
         TEACHER: next(iter(checked.teachers), None),  # the only one on ranks of its own
     }[world.role]
-    assert found is not None, f"ranks of a role without a model: {world.role}"
-    return found
+    assert model is not None, f"ranks of a role without a model: {world.role}"
+    return model
 
 
 def _log_start(checked: JobSpec) -> None:

@@ -287,29 +287,29 @@ def _vocabulary_of_process(folder: Path, *, trusts: bool) -> Mapping[str, int]:
 
 def _vocabulary_of_file(folder: Path) -> Mapping[str, int]:
     """Return text -> token of tokenizer.json; empty if the file cannot be read."""
-    found: dict[str, int] = {}
+    tokens: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
         contents = parse_json((folder / "tokenizer.json").read_bytes())
         vocabulary = contents["model"]["vocab"]
         if isinstance(vocabulary, dict):
-            found.update(vocabulary)
+            tokens.update(vocabulary)
         else:  # Unigram: a list of [text, score]
-            found.update({text: token for token, (text, _) in enumerate(vocabulary)})
-        found.update({each["content"]: each["id"] for each in contents["added_tokens"]})
-    return found
+            tokens.update({text: token for token, (text, _) in enumerate(vocabulary)})
+        tokens.update({each["content"]: each["id"] for each in contents["added_tokens"]})
+    return tokens
 
 
 def teacher_spec(
-    found: ReadTeacher, laid_out: LaidOut, facts: Facts, extra_args: ExtraArgs
+    read: ReadTeacher, laid_out: LaidOut, facts: Facts, extra_args: ExtraArgs
 ) -> TeacherSpec | None:
     """Return the description of a teacher; None if something that it needs was refused."""
     actor, roles = facts.actor, facts.roles
-    if found.checkpoint is None or actor is None or roles is None:
+    if read.checkpoint is None or actor is None or roles is None:
         return None
     in_turn = not roles.is_separate(TEACHER)
     return TeacherSpec(
-        shape=found.shape,
-        checkpoint=found.checkpoint,
+        shape=read.shape,
+        checkpoint=read.checkpoint,
         layout=laid_out.layout,
         layers=laid_out.layers,
         tokens=laid_out.tokens,
@@ -335,8 +335,8 @@ def check_teacher_servers(spec: JobSpec) -> list[str]:
     )
     (ours,) = process.encode([_SAMPLE], special=False)
     close_all()
-    found = (_check_server(each, spec, ours) for each in servers)
-    return [reason for reason in found if reason is not None]
+    reasons = (_check_server(each, spec, ours) for each in servers)
+    return [reason for reason in reasons if reason is not None]
 
 
 def _check_server(teacher: TeacherPlace, spec: JobSpec, ours: Sequence[int]) -> str | None:

@@ -42,12 +42,12 @@ def end_processes(find: Callable[[], list[int]]) -> None:
 
 def marked(mark: str) -> list[int]:
     """Return the other processes whose environment has `mark` (NAME=VALUE)."""
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
             if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return [pid for pid in found if pid != os.getpid()]
+                pids.append(int(folder.name))
+    return [pid for pid in pids if pid != os.getpid()]
 
 
 def _is_tracker(pid: int) -> bool:

@@ -127,12 +127,12 @@ def _reasons(error: ChildFailedError) -> dict[int, str]:
 
     torchrun's own timestamps are in seconds, within which others fail as a consequence.
     """
-    found = [
+    reasons = [
         (os.stat(failure.error_file).st_mtime_ns, rank, reason)
         for rank, failure in error.failures.items()
         if (reason := _reason(failure))
     ]
-    return {rank: reason for _, rank, reason in sorted(found)}
+    return {rank: reason for _, rank, reason in sorted(reasons)}
 
 
 def _reason(failure: ProcessFailure) -> str:

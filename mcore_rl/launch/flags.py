@@ -59,14 +59,14 @@ def meeting_place(args: argparse.Namespace) -> str:
         return ""
     endpoint = args.rdzv_endpoint.rpartition(":")[0] or args.rdzv_endpoint
     places = (endpoint.strip("[]") or args.master_addr, args.local_addr)
-    found: str = next((place for place in places if not is_loopback(place)), places[0])
-    return found
+    address: str = next((place for place in places if not is_loopback(place)), places[0])
+    return address
 
 
 def port_fault(args: argparse.Namespace, error: str) -> UsageError | None:
     """Return the mistake behind torch's `error` if its store cannot listen on the port given."""
-    found = {"EADDRINUSE": "is in use by another program", "EACCES": "is not for this user"}
-    for name, what in found.items():
+    faults = {"EADDRINUSE": "is in use by another program", "EACCES": "is not for this user"}
+    for name, what in faults.items():
         if name in error:
             flag = f"--rdzv-endpoint {args.rdzv_endpoint}"
             if not args.rdzv_endpoint:

@@ -408,22 +408,24 @@ def train_tensors(state: TrainState) -> dict[str, list[tuple[str, torch.Tensor]]
     and `optimizer` (main parameters, moments). Tensors may share storage, within a kind (all
     parameters in one buffer) and across kinds (a float32 run's main parameters are the parameters).
     """
-    found: dict[str, list[tuple[str, torch.Tensor]]] = {
+    by_kind: dict[str, list[tuple[str, torch.Tensor]]] = {
         "parameters": [],
         "gradients": [],
         "optimizer": [],
     }
     fsdp_wrappers = _fsdp_wrappers(state)
     for number, fsdp in enumerate(fsdp_wrappers):
-        megatron_fsdp.add_tensors(found, fsdp, number)
+        megatron_fsdp.add_tensors(by_kind, fsdp, number)
     chunk: Any  # in its data-parallel wrapper
     for number, chunk in enumerate([] if fsdp_wrappers else state.model):
         for name, parameter in chunk.named_parameters():
-            found["parameters"].append((name, parameter))
-            _add_gradients(found, name, parameter)
+            by_kind["parameters"].append((name, parameter))
+            _add_gradients(by_kind, name, parameter)
         for index, buffer in enumerate([*chunk.buffers, *chunk.expert_parallel_buffers]):
             name = f"gradient buffer {index} of model chunk {number}"
-            found["gradients"] += [(name, t) for t in (buffer.grad_data, *buffer.extra_main_grads)]
+            by_kind["gradients"] += [
+                (name, t) for t in (buffer.grad_data, *buffer.extra_main_grads)
+            ]
     for number, optimizer in enumerate(state.optimizers):
         if optimizer is None or optimizer.is_stub_optimizer:  # nothing to train on this rank
             continue
@@ -432,15 +434,15 @@ def train_tensors(state: TrainState) -> dict[str, list[tuple[str, torch.Tensor]]
         parameters += getattr(optimizer.optimizer, "param_to_fp32_param", {}).values()
         for index, parameter in enumerate(parameters):
             name = f"main parameter {index} of optimizer {number}"
-            found["optimizer"].append((name, megatron_fsdp.local(parameter)))
-            _add_gradients(found, name, parameter)
+            by_kind["optimizer"].append((name, megatron_fsdp.local(parameter)))
+            _add_gradients(by_kind, name, parameter)
         for index, values in enumerate(optimizer.optimizer.state.values()):
-            found["optimizer"] += [
+            by_kind["optimizer"] += [
                 (f"{key} {index} of optimizer {number}", megatron_fsdp.local(value))
                 for key, value in values.items()
                 if torch.is_tensor(value)
             ]
-    return found
+    return by_kind
 
 
 def finished_gradients(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
@@ -455,17 +457,17 @@ def finished_gradients(state: TrainState) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _fsdp_wrappers(state: TrainState) -> list[Any]:
     """Return the MegatronFSDP of each model chunk; an empty list without Megatron-FSDP."""
-    found = [megatron_fsdp.wrapper_of(chunk) for chunk in state.model]
-    return [fsdp for fsdp in found if fsdp is not None]
+    wrappers = [megatron_fsdp.wrapper_of(chunk) for chunk in state.model]
+    return [fsdp for fsdp in wrappers if fsdp is not None]
 
 
 def _add_gradients(
-    found: dict[str, list[tuple[str, torch.Tensor]]], name: str, parameter: torch.Tensor
+    by_kind: dict[str, list[tuple[str, torch.Tensor]]], name: str, parameter: torch.Tensor
 ) -> None:
     # The precision-aware optimizer uses `decoupled_grad`.
     for attribute in ("grad", "decoupled_grad"):
         if (gradient := getattr(parameter, attribute, None)) is not None:
-            found["gradients"].append((f"{attribute} of {name}", megatron_fsdp.local(gradient)))
+            by_kind["gradients"].append((f"{attribute} of {name}", megatron_fsdp.local(gradient)))
 
 
 def stage_layers(chunk: Any) -> tuple[int, ...]:

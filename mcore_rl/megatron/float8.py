@@ -29,7 +29,7 @@ _SCALE_DTYPES = ("float32", "bfloat16")
 
 
 def split_scales(
-    found: Mapping[str, TensorInfo], folder: Path, flag: str
+    headers: Mapping[str, TensorInfo], folder: Path, flag: str
 ) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo]]:
     """Split the tensors of a folder with FP8 blocks into weights and the scales by weight.
 
@@ -41,10 +41,10 @@ def split_scales(
         return UsageError(what, flag=f"{flag} {folder}", remedy=remedy)
 
     scales: dict[str, TensorInfo] = {}
-    for name, info in found.items():
+    for name, info in headers.items():
         if info.dtype != FLOAT8:
             continue
-        stored = found.get(scale_name(name))
+        stored = headers.get(scale_name(name))
         if stored is None:
             raise refuse(f"lacks {scale_name(name)}, the scales of {name}, which is in float8")
         if len(info.shape) != 2 or stored.shape != grid(info.shape):
@@ -66,12 +66,12 @@ def split_scales(
             "drop that field if the weights have been dequantised",
         )
     of_scales = {scale_name(name) for name in scales}
-    lost = sorted(name for name in found if name.endswith("_scale_inv") and name not in of_scales)
+    lost = sorted(name for name in headers if name.endswith("_scale_inv") and name not in of_scales)
     if lost:
         raise refuse(f"has {lost[0]}, and {lost[0].removesuffix('_scale_inv')} is not in float8")
     weights = {
         name: replace(info, dtype="bfloat16", itemsize=2) if name in scales else info
-        for name, info in found.items()
+        for name, info in headers.items()
         if name not in of_scales
     }
     return weights, scales

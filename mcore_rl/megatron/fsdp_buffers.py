@@ -112,7 +112,7 @@ def finish_param_sync(fsdp: Any) -> None:
     forget_gathered(fsdp)
 
 
-def add_tensors(found: dict[str, list[tuple[str, torch.Tensor]]], fsdp: Any, number: int) -> None:
+def add_tensors(by_kind: dict[str, list[tuple[str, torch.Tensor]]], fsdp: Any, number: int) -> None:
     """Add the tensors that model chunk `number` keeps in memory to `adapter.train_tensors`' result.
 
     `train_tensors` itself adds the optimizer's parameters and their gradients.
@@ -125,10 +125,10 @@ def add_tensors(found: dict[str, list[tuple[str, torch.Tensor]]], fsdp: Any, num
         ):
             if (flat := getattr(group, buffer)) is not None:
                 name = f"{buffer} of parameter group {index} of model chunk {number}"
-                found[kind].append((name, flat.data))
+                by_kind[kind].append((name, flat.data))
     # Parameters outside the buffers: all with no_shard; with optim_grads_params the gathered
     # embedding and head (the others are empty).
-    found["parameters"] += [(name, p.data) for name, p in fsdp.raw_param.items()]
+    by_kind["parameters"] += [(name, p.data) for name, p in fsdp.raw_param.items()]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

@@ -177,7 +177,7 @@ def open_checkpoint(
             if tensor in others or not tensor.endswith(_POSITION_TABLES)
         }
         of_text = {tensor: at for tensor, at in places.items() if tensor not in others}
-        found = _headers(folder, of_text, dtypes, flag)
+        infos = _headers(folder, of_text, dtypes, flag)
         of_others = {tensor: places[tensor] for tensor in others}
         infos_of_others = _headers(folder, of_others, _DTYPES_OF_OTHERS, flag)
     except OSError as error:
@@ -193,30 +193,30 @@ def open_checkpoint(
     prefixes = _PREFIXES if shape.is_multimodal else _KEPT
     plain = {
         stored: own + stored.removeprefix(prefix)
-        for stored in found
+        for stored in infos
         for prefix, own in prefixes.items()
         if stored.startswith(prefix)
     }
     stored_names = {tensor: stored for stored, tensor in plain.items()}
-    found = {plain.get(tensor, tensor): info for tensor, info in found.items()}
+    infos = {plain.get(tensor, tensor): info for tensor, info in infos.items()}
     files = {plain.get(tensor, tensor): name for tensor, name in files.items()}
     scales: dict[str, TensorInfo] = {}
     if shape.quantization == FP8:
-        found, scales = float8.split_scales(found, folder, flag)
+        infos, scales = float8.split_scales(infos, folder, flag)
     packed: dict[str, TensorInfo] = {}
     if shape.quantization == INT4:
-        found, packed = int4.split_packed(found, folder, flag)
+        infos, packed = int4.split_packed(infos, folder, flag)
         files |= {weight: files[int4.stored_parts(weight)[0]] for weight in packed}
         stored_names |= int4.names_of_weights(stored_names)
     stack = stacked.Stack({}, {})
     if family_of(shape.architecture).stacked_experts:
-        found, stack = stacked.split_experts(found, shape, folder, flag)
+        infos, stack = stacked.split_experts(infos, shape, folder, flag)
         of_file = {tensor: part.file_name for tensor, part in stack.parts.items()}
         files |= {tensor: files[name] for tensor, name in of_file.items()}
-    of_mtp = mtp_among(found, shape.num_layers)
-    mtp = {tensor: info for tensor, info in found.items() if tensor in of_mtp}
-    tied = _tied_heads(shape, found)
-    tensors = {t: info for t, info in found.items() if t not in mtp and t not in tied}
+    of_mtp = mtp_among(infos, shape.num_layers)
+    mtp = {tensor: info for tensor, info in infos.items() if tensor in of_mtp}
+    tied = _tied_heads(shape, infos)
+    tensors = {t: info for t, info in infos.items() if t not in mtp and t not in tied}
     checkpoint = HFCheckpoint(
         *(folder, files, tensors, mtp, scales, packed, stack),
         stored_names=stored_names,
@@ -242,17 +242,17 @@ def _headers(
     by_file: dict[str, list[str]] = {}
     for tensor, (name, *_) in places.items():
         by_file.setdefault(name, []).append(tensor)
-    found: dict[str, TensorInfo] = {}
+    headers: dict[str, TensorInfo] = {}
     for name, held in sorted(by_file.items()):
-        found.update(hf_files.read_header(folder / name, held, dtypes, flag))
-    return found
+        headers.update(hf_files.read_header(folder / name, held, dtypes, flag))
+    return headers
 
 
-def _tied_heads(shape: ModelShape, found: Mapping[str, TensorInfo]) -> list[str]:
+def _tied_heads(shape: ModelShape, infos: Mapping[str, TensorInfo]) -> list[str]:
     """Return the tensors that repeat the embedding in a folder with tied embeddings."""
-    if not shape.tied_embeddings or EMBEDDING not in found:
+    if not shape.tied_embeddings or EMBEDDING not in infos:
         return []
-    return [t for t in found if t.split(".")[-2:] in _HEADS and t.count(".") <= 2]
+    return [t for t in infos if t.split(".")[-2:] in _HEADS and t.count(".") <= 2]
 
 
 def check_tensors(checkpoint: HFCheckpoint, shape: ModelShape, *, flag: str) -> None:
@@ -316,12 +316,12 @@ def _digests(path: Path, tensors: Sequence[str]) -> Iterator[bytes]:
         for tensor in tensors:
             entry = header[tensor]
             start, end = entry["data_offsets"]
-            found = hashlib.sha256(f"{tensor} {entry['dtype']} {entry['shape']}".encode())
+            hasher = hashlib.sha256(f"{tensor} {entry['dtype']} {entry['shape']}".encode())
             for block in range(_NUM_BLOCKS):
                 at = start + max(0, end - start - _BLOCK_BYTES) * block // (_NUM_BLOCKS - 1)
                 file.seek(8 + header_bytes + at)
-                found.update(file.read(min(_BLOCK_BYTES, end - at)))
-            yield found.digest()
+                hasher.update(file.read(min(_BLOCK_BYTES, end - at)))
+            yield hasher.digest()
 
 
 @torch.no_grad()
@@ -362,13 +362,13 @@ def load_into_megatron(
 
 def read_boxes(checkpoint: HFCheckpoint, tensor: str, boxes: Sequence[Box]) -> list[torch.Tensor]:
     """Read slices of a tensor, each into its own memory. UsageError: a value is not finite."""
-    found = []
+    tensors = []
     with _reading(checkpoint, tensor) as read:
         for box in boxes:
             data, _ = read(box)
             _require_finite(data, box, tensor, checkpoint.folder / checkpoint.files[tensor])
-            found.append(data)
-    return found
+            tensors.append(data)
+    return tensors
 
 
 def check_values(checkpoint: HFCheckpoint, *, every: int = 1) -> list[str]:

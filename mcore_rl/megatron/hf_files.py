@@ -97,7 +97,7 @@ def places(folder: Path, needed: Collection[str], flag: str) -> dict[str, list[s
         with opened(folder / _SINGLE, flag) as file:
             return {tensor: [_SINGLE] for tensor in file.keys()}
     of_index = _read_index(folder / INDEX, flag)
-    found = {tensor: [name] for tensor, name in of_index.items()}
+    files = {tensor: [name] for tensor, name in of_index.items()}
     for name in sorted(set(of_index.values())):
         if not (folder / name).is_file():
             raise UsageError(
@@ -107,28 +107,28 @@ def places(folder: Path, needed: Collection[str], flag: str) -> dict[str, list[s
             )
         with opened(folder / name, flag) as file:
             for tensor in file.keys():
-                if tensor not in found and tensor in needed:
-                    found[tensor] = [name]
-                elif tensor in found and name not in found[tensor]:
-                    found[tensor].append(name)
+                if tensor not in files and tensor in needed:
+                    files[tensor] = [name]
+                elif tensor in files and name not in files[tensor]:
+                    files[tensor].append(name)
     if (folder / _SINGLE).is_file() and _SINGLE not in of_index.values():
-        _add_single(folder, found, flag)
-    return found
+        _add_single(folder, files, flag)
+    return files
 
 
-def _add_single(folder: Path, found: dict[str, list[str]], flag: str) -> None:
+def _add_single(folder: Path, files: dict[str, list[str]], flag: str) -> None:
     """Add `model.safetensors` next to an index of other files.
     transformers reads the former, vLLM the latter."""
     with opened(folder / _SINGLE, flag) as file:
         held = set(file.keys())
-    if held != found.keys():
-        odd = sorted(held ^ found.keys())[0]
+    if held != files.keys():
+        odd = sorted(held ^ files.keys())[0]
         raise UsageError(
             f"has both {_SINGLE} and {INDEX}, and {odd} is in only one of them",
             flag=f"{flag} {folder}",
             remedy="remove the wrong one",
         )
-    for names in found.values():
+    for names in files.values():
         if _SINGLE not in names:
             names.append(_SINGLE)
 
@@ -156,9 +156,9 @@ def opened(path: Path, flag: str) -> safe_open:
         raise unreadable(path, error, flag) from error
     try:
         # safetensors compares the header with the file's length: a truncated shard fails here.
-        found = safe_open(path, framework="pt")
+        tensors = safe_open(path, framework="pt")
         _check_no_key_twice(path)
-        return found
+        return tensors
     except (SafetensorError, InvalidData, OSError) as error:
         remedy = f"it {FETCH_LFS}" if is_lfs_pointer(path) else "copy this file again"
         raise UsageError(
@@ -222,8 +222,8 @@ def check_copies(
                 files.enter_context(opened(folder / name, flag)).get_slice(tensor)
                 for tensor, name in ((copy.tensor, copy.file), (copy.of, copy.of_file))
             )
-            found = _first_difference(one, other, part, num_parts)
-        if not found:
+            problem = _first_difference(one, other, part, num_parts)
+        if not problem:
             continue
         held = f" of {copy.file}" if copy.tensor == copy.of else ""
         remedy = "remove the wrong one from the files"
@@ -231,7 +231,7 @@ def check_copies(
             remedy += ", or set tie_word_embeddings to false in its config.json"
         raise UsageError(
             f"has {copy.tensor}{held}, which differs from {copy.of} of {copy.of_file} and should "
-            f"repeat it: {found}",
+            f"repeat it: {problem}",
             flag=f"{flag} {folder}",
             remedy=remedy,
         )
@@ -245,8 +245,8 @@ def _first_difference(one: Any, other: Any, part: int, num_parts: int) -> str:
         return f"it is {kinds[0]} {places[0]} and {kinds[1]} {places[1]}"
     for rows in row_blocks(one.get_shape(), part, num_parts):
         first_row = 0 if rows is ... else rows.start
-        if found := difference(one[rows], other[rows], places, first_row=first_row):
-            return found
+        if problem := difference(one[rows], other[rows], places, first_row=first_row):
+            return problem
     return ""
 
 

@@ -84,7 +84,7 @@ class TransformerStack(HybridStack):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return the stack's tensors, for a checkpoint of either class."""
-        found: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         has_axis = not self.is_mtp_layer and _stores_layers_as_axis(self.config, metadata)
         layer: Any  # torch takes it for any module
         for index, layer in enumerate(self.layers):
@@ -98,15 +98,15 @@ class TransformerStack(HybridStack):
             if self.is_mtp_layer:
                 name = prefix.replace("mtp_model_layer", "transformer_layer")
             replace_prefix_for_sharding(stored, here, name)
-            found.update(stored)
+            tensors.update(stored)
         if hasattr(self, "final_norm"):
             here = f"{prefix}final_norm."
             stored = sharded_state_dict_default(
                 self.final_norm, here, (), metadata, tp_group=self.tp_group
             )
             replace_prefix_for_sharding(stored, here, f"{prefix}final_layernorm.")
-            found.update(stored)
-        return found
+            tensors.update(stored)
+        return tensors
 
 
 def _stores_layers_as_axis(config: Any, metadata: dict[str, Any] | None) -> bool:
@@ -131,10 +131,10 @@ class _StoredAsGPT:
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """Return this stage's tensors, for a checkpoint of either class."""
-        found: dict[str, Any]
-        found = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
-        found.pop(f"{prefix}output_layer._extra_state", None)  # empty; GPTModel leaves it out
-        return found
+        tensors: dict[str, Any]
+        tensors = super().sharded_state_dict(prefix, sharded_offsets, metadata)  # type: ignore[misc]
+        tensors.pop(f"{prefix}output_layer._extra_state", None)  # empty; GPTModel leaves it out
+        return tensors
 
 
 @functools.cache

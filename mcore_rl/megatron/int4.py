@@ -39,7 +39,7 @@ def names_of_weights(names: Mapping[str, str]) -> dict[str, str]:
 
 
 def split_packed(
-    found: Mapping[str, TensorInfo], folder: Path, flag: str
+    infos: Mapping[str, TensorInfo], folder: Path, flag: str
 ) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo]]:
     """Split the tensors of a folder with INT4 groups into weights and the scales by weight.
 
@@ -53,11 +53,11 @@ def split_packed(
 
     weights: dict[str, TensorInfo] = {}
     scales: dict[str, TensorInfo] = {}
-    for name, info in found.items():
+    for name, info in infos.items():
         weight = name.removesuffix(_PACKED)
         if weight == name:
             continue
-        stored = found.get(weight + _SCALE)
+        stored = infos.get(weight + _SCALE)
         if stored is None:
             raise refuse(f"lacks {weight}{_SCALE}, the scales of {name}")
         rows, words = info.shape if len(info.shape) == 2 else (0, 0)
@@ -74,7 +74,7 @@ def split_packed(
     if not scales:
         raise refuse("has no packed weight, but its config.json says so (quantization_config)")
     parts = {weight + part for weight in scales for part in (_PACKED, _SCALE, _SHAPE)}
-    for name, info in found.items():
+    for name, info in infos.items():
         if name in parts:
             continue
         if name in weights:

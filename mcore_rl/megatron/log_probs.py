@@ -89,14 +89,14 @@ def vocab_parallel_log_probs(
         with_entropy=with_entropy,
         in_float32=in_float32,
     )
-    found: tuple[torch.Tensor, torch.Tensor | None]
-    found = _VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
+    scores: tuple[torch.Tensor, torch.Tensor | None]
+    scores = _VocabParallelLogProbs.apply(  # type: ignore[no-untyped-call]  # torch's
         hidden.to(weight.dtype),
         weight,
         target_ids if target_ids.ndim == 2 else target_ids[:, None],
         head,
     )
-    return found[0].view(target_ids.shape), found[1]
+    return scores[0].view(target_ids.shape), scores[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,8 +301,8 @@ def vocab_parallel_top_k(
     ids = torch.zeros(len(hidden), k, dtype=torch.int64, device=hidden.device)
     for chunk in head.chunks(len(hidden)):
         z = head.logits(hidden[chunk].to(rows.dtype), rows)
-        found = z.topk(here, dim=1)
-        logits[chunk, :here], ids[chunk, :here] = found.values.float(), found.indices + vocab_start
+        top = z.topk(here, dim=1)
+        logits[chunk, :here], ids[chunk, :here] = top.values.float(), top.indices + vocab_start
         del z
     if size > 1:
         every_logits = [torch.empty_like(logits) for _ in range(size)]
@@ -373,14 +373,14 @@ def vocab_parallel_reverse_kl(
         chunk_tokens=chunk_tokens,
         with_entropy=False,
     )
-    found: torch.Tensor = _ReverseKL.apply(  # type: ignore[no-untyped-call]  # torch's
+    divergence: torch.Tensor = _ReverseKL.apply(  # type: ignore[no-untyped-call]  # torch's
         hidden.to(weight.dtype),
         weight,
         teacher_hidden.to(teacher_weight.dtype),
         teacher_weight,
         head,
     )
-    return found
+    return divergence
 
 
 class _ReverseKL(torch.autograd.Function):

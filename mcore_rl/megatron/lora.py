@@ -159,7 +159,7 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         grad, factors = grads[0], ctx.saved_tensors
-        found: list[torch.Tensor | None] = []
+        gradients: list[torch.Tensor | None] = []
         for adapter, a, b in zip(ctx.adapters, factors[::2], factors[1::2], strict=True):
             part = (grad if adapter.at is None else grad[adapter.at]).float()
             of_a = adapter.scale * (b.float().t() @ part)
@@ -167,8 +167,8 @@ class _Merge(torch.autograd.Function):
             for of_factor, group in ((of_a, adapter.sums_a), (of_b, adapter.sums_b)):
                 if group is not None:
                     dist.all_reduce(of_factor, group=group)
-            found += [of_a.to(a.dtype), of_b.to(b.dtype)]
-        return None, None, *found
+            gradients += [of_a.to(a.dtype), of_b.to(b.dtype)]
+        return None, None, *gradients
 
 
 def merged_weight(weight: torch.Tensor, adapters: Sequence[Adapter]) -> torch.Tensor:
@@ -208,11 +208,11 @@ class Adapters:
         }
 
     @torch.no_grad()
-    def load_state_dict(self, found: Mapping[str, Any], strict: bool = True) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Copy what `sharded_state_dict` describes, as read from a checkpoint."""
         for adapter in self.by_tensor.values():
             for name in ("a", "b"):
-                getattr(adapter, name).copy_(found[f"lora.{adapter.layer}.{name}"])
+                getattr(adapter, name).copy_(state[f"lora.{adapter.layer}.{name}"])
 
 
 def _sharded(adapter: Adapter, name: str) -> ShardedTensor:
@@ -288,7 +288,7 @@ def attach(
     """
     chunk.requires_grad_(False)
     at = ShardCoordinates.of(layout, rank, megatron_adapter.stage_layers(chunk))
-    found = Adapters(seed)
+    attached = Adapters(seed)
     for name, module in list(chunk.named_modules()):
         weights = {
             own: adapters
@@ -299,16 +299,16 @@ def attach(
             continue
         everyone = [adapter for adapters in weights.values() for adapter in adapters]
         setattr(module, _MARK, torch.nn.ModuleList(everyone))
-        module.forward = _merging(module.forward, module, weights, found)
-        found.by_tensor.update({f"{each.layer}.weight": each for each in everyone})
-    found.reset()
-    setattr(chunk, _MARK, found)
-    chunk.sharded_state_dict = found.sharded_state_dict
-    chunk.load_state_dict = found.load_state_dict
+        module.forward = _merging(module.forward, module, weights, attached)
+        attached.by_tensor.update({f"{each.layer}.weight": each for each in everyone})
+    attached.reset()
+    setattr(chunk, _MARK, attached)
+    chunk.sharded_state_dict = attached.sharded_state_dict
+    chunk.load_state_dict = attached.load_state_dict
     if getattr(chunk, "pre_process", False):
         # Recomputed layers return gradients only if their input needs one.
         chunk.embedding.register_forward_hook(_with_gradient)
-    return found
+    return attached
 
 
 def with_adapters(

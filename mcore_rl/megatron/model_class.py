@@ -56,8 +56,8 @@ def choose_model_class(
     it.
     """
     source = check_megatron()
-    found = [name for name, (line, file, _) in _CLASSES.items() if _has(source, file, line)]
-    chosen = _recommended(source, found)
+    available = [name for name, (line, file, _) in _CLASSES.items() if _has(source, file, line)]
+    chosen = _recommended(source, available)
     if has_mamba and requested == GPT:
         raise UsageError(
             "has no Mamba-2 layers, which the model has",
@@ -68,32 +68,32 @@ def choose_model_class(
         requested, chosen = HYBRID, ModelClass(HYBRID, "GPTModel has no Mamba-2 layers")
     elif requested != AUTO:
         chosen = ModelClass(requested, f"--rl-model-class {requested} is given")
-    if chosen.name not in found:
+    if chosen.name not in available:
         raise UsageError(
             f"asks for what {PACKAGE} {source.version} lacks, {_CLASSES[chosen.name][2]}",
             flag=f"--rl-model-class {requested}",
-            remedy="install megatron-core 0.19" if has_mamba else f"give {' or '.join(found)}",
+            remedy="install megatron-core 0.19" if has_mamba else f"give {' or '.join(available)}",
         )
     obstacle = _obstacle(values)
     if chosen.name == GPT or obstacle is None:
         return chosen
     flag, reason = obstacle
-    if requested == AUTO and GPT in found:
+    if requested == AUTO and GPT in available:
         return ModelClass(GPT, f"{flag} is given, {reason}")
     raise UsageError(
         f"is not possible with {flag}, {reason}",
         flag=f"--rl-model-class {requested}",
-        remedy="drop one of the two" if GPT in found and not has_mamba else f"drop {flag}",
+        remedy="drop one of the two" if GPT in available and not has_mamba else f"drop {flag}",
     )
 
 
-def _recommended(source: MegatronSource, found: list[str]) -> ModelClass:
+def _recommended(source: MegatronSource, available: list[str]) -> ModelClass:
     release = f"{PACKAGE} {source.version}"
-    if GPT not in found:
+    if GPT not in available:
         return ModelClass(HYBRID, f"{release} has no GPTModel")
-    if HYBRID in found and _has(source, _GPT_FILE, _DEPRECATION):
+    if HYBRID in available and _has(source, _GPT_FILE, _DEPRECATION):
         return ModelClass(HYBRID, f"{release} has deprecated GPTModel")
-    lacks = "not deprecated it" if HYBRID in found else f"no {_CLASSES[HYBRID][2]}"
+    lacks = "not deprecated it" if HYBRID in available else f"no {_CLASSES[HYBRID][2]}"
     return ModelClass(GPT, f"{release} has {lacks}")
 
 

@@ -95,10 +95,12 @@ class CheckedOptimizer:
             logger.info("%s: gradients overflow in fp16, the loss scale falls", self._name)
             return self._skipped()
         if culprits or nonfinite_losses:
-            found = [f"non-finite loss of the {self._name} on rank {r}" for r in nonfinite_losses]
+            problems = [
+                f"non-finite loss of the {self._name} on rank {r}" for r in nonfinite_losses
+            ]
             if culprits:
-                found.append(f"non-finite gradient of the {self._name} in {'; '.join(culprits)}")
-            message = ", ".join(found)
+                problems.append(f"non-finite gradient of the {self._name} in {'; '.join(culprits)}")
+            message = ", ".join(problems)
             if not self._skip:
                 raise RuntimeError(
                     f"{message}; --rl-on-nonfinite-grad skip would continue without this update"
@@ -134,9 +136,9 @@ class CheckedOptimizer:
             mine = next(
                 (name for name, grad in gradients.items() if not torch.isfinite(grad).all()), None
             )
-        found = torch.tensor([mine is not None], dtype=torch.int32, device=self._state.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        if not found.item():
+        has_any = torch.tensor([mine is not None], dtype=torch.int32, device=self._state.device)
+        dist.all_reduce(has_any, op=dist.ReduceOp.MAX)
+        if not has_any.item():
             return []
         names = objects.all_gather(mine)
         return [f"rank {rank}: {name}" for rank, name in enumerate(names) if name is not None]

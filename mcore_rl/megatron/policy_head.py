@@ -184,7 +184,7 @@ class PolicyHead:
             if self.share_embeddings_and_output_weights
             else self.output_layer.weight
         ).detach()
-        found = [
+        per_layer = [
             self._distribution(
                 self._on_all_positions(hidden),
                 weight,
@@ -194,7 +194,7 @@ class PolicyHead:
             )[0][..., 0]
             for ahead, hidden in enumerate(of_layers)
         ]
-        return torch.stack(found, dim=-1).transpose(0, 1)
+        return torch.stack(per_layer, dim=-1).transpose(0, 1)
 
     def _score(
         self,
@@ -230,11 +230,11 @@ class PolicyHead:
         log_probs, entropy = self._distribution(
             hidden, weight, targets, temperature=temperature, with_entropy=with_entropy
         )
-        found = [log_probs[..., :1], entropy[..., None]]
+        parts = [log_probs[..., :1], entropy[..., None]]
         if isinstance(teacher, TeacherTopK):
             theirs = teacher.log_probs.transpose(0, 1).flatten(0, 1)
             kl = top_k_reverse_kl(log_probs[..., 1:].flatten(0, 1), theirs)
-            found.append(kl.view(*entropy.shape, 1))
+            parts.append(kl.view(*entropy.shape, 1))
         elif teacher is not None:
             assert teacher.weight is not None, "this stage has the output layer"
             kl = vocab_parallel_reverse_kl(
@@ -245,17 +245,17 @@ class PolicyHead:
                 **self._head_of(weight),
                 temperature=temperature,
             )
-            found.append(kl.view(*entropy.shape, 1))
+            parts.append(kl.view(*entropy.shape, 1))
         if engine is not None:
             theirs = engine.log_probs.transpose(0, 1).flatten(0, 1)
             scores = expected_scores(log_probs[..., 1:].flatten(0, 1), theirs, engine.correction)
-            found.append(scores.view(*entropy.shape, scores.shape[-1]))
+            parts.append(scores.view(*entropy.shape, scores.shape[-1]))
         if top_k:
             best, ids = self._most_probable(hidden, weight, top_k, temperature)
-            found += [best, ids.to(best.dtype)]  # exact below 2^24
+            parts += [best, ids.to(best.dtype)]  # exact below 2^24
         if with_hidden:
-            found.append(hidden.to(log_probs.dtype))
-        columns = torch.cat(found, dim=-1)
+            parts.append(hidden.to(log_probs.dtype))
+        columns = torch.cat(parts, dim=-1)
         if scored is not None:
             everywhere = columns.new_zeros(shape.numel(), columns.shape[-1])
             columns = everywhere.index_copy(0, scored, columns[:, 0]).view(*shape, -1)
@@ -293,7 +293,7 @@ class PolicyHead:
         self, hidden: torch.Tensor, weight: torch.Tensor, k: int, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probs and ids of the k most probable tokens, `[s, b, k]` each."""
-        found = vocab_parallel_top_k(
+        best = vocab_parallel_top_k(
             hidden.flatten(0, 1),
             weight,
             k,
@@ -301,7 +301,7 @@ class PolicyHead:
             temperature=temperature,
             in_float32=self.in_float32,
         )
-        return found[0].view(*hidden.shape[:2], k), found[1].view(*hidden.shape[:2], k)
+        return best[0].view(*hidden.shape[:2], k), best[1].view(*hidden.shape[:2], k)
 
     def _on_all_positions(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return `[s, b, h]`, the same on all TP ranks, whose partial gradients are summed."""

@@ -62,7 +62,7 @@ class RngState:
                 f"random's state has version {version} and numpy's generator is {name}; known are "
                 f"{_PYTHON_VERSION} and {_NUMPY_NAME}"
             )
-        found = {
+        tensors = {
             "cpu": self.cpu,
             "python/words": torch.tensor(words, dtype=torch.int64),
             "numpy/keys": torch.from_numpy(keys.astype(np.int64)),
@@ -70,22 +70,22 @@ class RngState:
             "numpy/cached": torch.tensor([cached], dtype=torch.float64),
         }
         if gauss is not None:
-            found["python/gauss"] = torch.tensor([gauss], dtype=torch.float64)
+            tensors["python/gauss"] = torch.tensor([gauss], dtype=torch.float64)
         for index, state in enumerate(self.devices):
-            found[f"device/{index}"] = state.cpu()
+            tensors[f"device/{index}"] = state.cpu()
         for name, state in self.tracker.items():
-            found[f"tracker/{name}"] = state.cpu()
-        return found
+            tensors[f"tracker/{name}"] = state.cpu()
+        return tensors
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> RngState:
         """Invert `to_tensors`. Raises InvalidData if the snapshot could not be restored."""
         try:
-            found = cls._of_tensors(tensors)
-            found._check(tensors)
+            state = cls._of_tensors(tensors)
+            state._check(tensors)
         except (LookupError, OverflowError, RuntimeError, TypeError, ValueError) as error:
             raise InvalidData(f"{type(error).__name__}: {error}") from error
-        return found
+        return state
 
     @classmethod
     def _of_tensors(cls, tensors: Mapping[str, torch.Tensor]) -> RngState:

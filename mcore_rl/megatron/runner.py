@@ -131,7 +131,7 @@ class ModelRunner:
     ) -> tuple[torch.Tensor, TrainBatch]:
         """Evaluate; also return the batch with the `routes` that this stage's routers chose."""
         assert self._replay is not None
-        found, done = self._evaluated(batch, num_outputs, records=True)
+        outputs, done = self._evaluated(batch, num_outputs, records=True)
         routed = self._replay.routed
         routes = [
             self._routers.gathered(work.recorded, work.rows, routed)
@@ -139,9 +139,9 @@ class ModelRunner:
             if work.recorded
         ]
         if not routes:  # no layer of this stage has experts
-            return found, batch
+            return outputs, batch
         known = torch.ones(batch.num_tokens, dtype=torch.bool)
-        return found, dataclasses.replace(batch, routes=torch.cat(routes), routes_known=known)
+        return outputs, dataclasses.replace(batch, routes=torch.cat(routes), routes_known=known)
 
     def _evaluated(
         self,
@@ -158,13 +158,13 @@ class ModelRunner:
         for chunk in self.state.model:
             chunk.train()
         if self._is_last_stage:
-            found = torch.cat(outputs).contiguous()
+            joined = torch.cat(outputs).contiguous()
         else:
-            found = torch.empty(batch.num_tokens, num_outputs, device=self.device)
+            joined = torch.empty(batch.num_tokens, num_outputs, device=self.device)
         if self._layout.pp_size > 1:
             last = self._layout.pp_group(self._rank)[-1]
-            dist.broadcast(found, src=last, group=self.groups["pp"])
-        return found.cpu(), work
+            dist.broadcast(joined, src=last, group=self.groups["pp"])
+        return joined.cpu(), work
 
     def accumulate_gradients(self, batch: TrainBatch, loss: TokenLoss, num_sums: int) -> LossSums:
         """Run forward and backward over one mini-batch; `batch` is this rank's part of it.
@@ -319,16 +319,16 @@ class ModelRunner:
 
     def _packed_samples(self, rows: ModelRows) -> Any:
         row_tokens = rows.token_ids.shape[1] * self._layout.cp_size if self._has_mamba else None
-        found = megatron_adapter.packed_samples(
+        packed = megatron_adapter.packed_samples(
             rows.cu_seqlens, rows.longest, rows.prefix_of, row_tokens
         )
         if self._trains_indexers:
             share = rows.token_ids.shape[1]
             first = self.groups["cp"].rank() * share
             mine = rows.places[(rows.places >= first) & (rows.places < first + share)] - first
-            found.real_token_mask_q = torch.zeros(share, dtype=torch.bool, device=self.device)
-            found.real_token_mask_q[mine] = True
-        return found
+            packed.real_token_mask_q = torch.zeros(share, dtype=torch.bool, device=self.device)
+            packed.real_token_mask_q[mine] = True
+        return packed
 
     def _padding(self, now: _Work, model: torch.nn.Module) -> dict[str, torch.Tensor]:
         if now.padding is None:

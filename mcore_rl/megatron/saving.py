@@ -102,14 +102,14 @@ def load_tensors(folder: Path) -> dict[str, torch.Tensor]:
     """Load what `save_tensors` wrote: for each name, the rows of all ranks. Collective."""
     from megatron.core import dist_checkpointing
 
-    found = dist_checkpointing.load_tensors_metadata(str(folder))
+    metadata = dist_checkpointing.load_tensors_metadata(str(folder))
     whole = {
         name: dist_checkpointing.ShardedTensor.from_rank_offsets(
             name,
             torch.empty(tensor.global_shape, dtype=tensor.dtype),
             replica_id=torch.distributed.get_rank(),
         )
-        for name, tensor in found.items()
+        for name, tensor in metadata.items()
     }
     tensors: dict[str, torch.Tensor] = dist_checkpointing.load(whole, str(folder))
     return tensors

@@ -103,7 +103,7 @@ def taken_indexer_losses(device: torch.device) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def comparing_choices(found: Choices) -> Iterator[None]:
+def comparing_choices(counts: Choices) -> Iterator[None]:
     """Count the choices of all forward passes within. Kernels (`--dsa-kernel-backend`) choose
     elsewhere and are not counted."""
     from megatron.core.transformer.experimental_attention_variant import dsa
@@ -117,7 +117,7 @@ def comparing_choices(found: Choices) -> Iterator[None]:
         if chosen.shape[-1] < k.shape[0]:
             with torch.no_grad():
                 _, other = choose(in_float8(q), in_float8(k), *args, **options)
-                _count(found, scores, chosen, other)
+                _count(counts, scores, chosen, other)
         return scores, chosen
 
     dsa.fused_qk_topk_naive = choose_twice
@@ -127,13 +127,15 @@ def comparing_choices(found: Choices) -> Iterator[None]:
         dsa.fused_qk_topk_naive = choose
 
 
-def _count(found: Choices, scores: torch.Tensor, chosen: torch.Tensor, other: torch.Tensor) -> None:
+def _count(
+    counts: Choices, scores: torch.Tensor, chosen: torch.Tensor, other: torch.Tensor
+) -> None:
     """Count for `scores` `[b, s, t]`, -inf where a key is not visible, and choices `[b, s, k]`."""
     is_free = scores.isfinite().sum(-1) > chosen.shape[-1]
     in_other = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, other.clamp(min=0), True)
     is_kept = in_other.gather(-1, chosen.clamp(min=0))
-    found.chosen += float(is_free.sum()) * chosen.shape[-1]
-    found.replaced += float((~is_kept & is_free.unsqueeze(-1)).sum())
+    counts.chosen += float(is_free.sum()) * chosen.shape[-1]
+    counts.replaced += float((~is_kept & is_free.unsqueeze(-1)).sum())
 
 
 def in_float8(x: torch.Tensor) -> torch.Tensor:

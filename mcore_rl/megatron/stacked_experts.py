@@ -119,29 +119,29 @@ class Stack:
     @property
     def as_bfloat16(self) -> dict[str, TensorInfo]:
         """The layers' tensors in an export."""
-        found = {}
+        tensors = {}
         for name, info in self.stored.items():
             if name.endswith(SCALES):
                 continue
             if name.endswith(BLOCKS):
                 experts, rows, blocks, _ = info.shape
                 shape = (experts, blocks * _BLOCK, rows)
-                found[name.removesuffix(BLOCKS)] = TensorInfo(shape, "bfloat16", 2)
+                tensors[name.removesuffix(BLOCKS)] = TensorInfo(shape, "bfloat16", 2)
             else:
-                found[name] = info
-        return found
+                tensors[name] = info
+        return tensors
 
 
 def split_experts(
-    found: Mapping[str, TensorInfo], shape: ModelShape, folder: Path, flag: str
+    infos: Mapping[str, TensorInfo], shape: ModelShape, folder: Path, flag: str
 ) -> tuple[dict[str, TensorInfo], Stack]:
     """Split a folder's stacked tensors by expert; return all tensors and the stack.
 
     Raises UsageError for a stacked one of another rank or dtype, or MXFP4 without its other half.
     """
-    stored = {name: info for name, info in found.items() if _STACKED.fullmatch(name)}
+    stored = {name: info for name, info in infos.items() if _STACKED.fullmatch(name)}
     _require_whole(stored, folder, flag)
-    tensors = {name: info for name, info in found.items() if name not in stored}
+    tensors = {name: info for name, info in infos.items() if name not in stored}
     stack = Stack({}, stored)
     parts: dict[str, Part] = {}
     for name, info in stack.as_bfloat16.items():

@@ -76,20 +76,20 @@ def boxes_of_flat_range(shape: Sequence[int], start: int, stop: int) -> list[Box
         return [()] if start < stop else []
     rest = shape[1:]
     row = math.prod(rest)
-    found: list[Box] = []
+    boxes: list[Box] = []
     at = start
     while at < stop:
         index, inside = divmod(at, row)
         if inside == 0 and at + row <= stop:
             whole = (index, stop // row)
-            found.append((whole, *full_box(rest)))
+            boxes.append((whole, *full_box(rest)))
             at = whole[1] * row
         else:
             end = min(stop, (index + 1) * row)
             part = boxes_of_flat_range(rest, inside, inside + end - at)
-            found += [((index, index + 1), *box) for box in part]
+            boxes += [((index, index + 1), *box) for box in part]
             at = end
-    return found
+    return boxes
 
 
 def subtract(box: Box, hole: Box) -> list[Box]:

@@ -69,10 +69,10 @@ class Fields:
     def number(self, name: str, default: float | None = None, *, bounds: Bounds) -> float:
         """Return a finite number within `bounds`; required unless a default exists."""
         value = self[name] if default is None else self.get(name, default)
-        found = finite_number(value)
-        if found is None or not bounds.hold(found):
+        as_float = finite_number(value)
+        if as_float is None or not bounds.hold(as_float):
             raise self.invalid(name, value, f"in {bounds.interval()}")
-        return found
+        return as_float
 
     def switch(self, name: str) -> bool:
         """Return true or false; a missing field is false."""

@@ -106,7 +106,7 @@ def read_delta_net(fields: Fields, family: Family) -> DeltaNet | None:
     if family.delta_net is None:
         return None
     fields.get("mamba_ssm_dtype")  # vLLM's dtype for states between tokens, of no other effect
-    found = DeltaNet(
+    delta_net = DeltaNet(
         num_key_heads=fields.count("linear_num_key_heads"),
         num_value_heads=fields.count("linear_num_value_heads"),
         key_head_dim=fields.count("linear_key_head_dim"),
@@ -114,13 +114,13 @@ def read_delta_net(fields: Fields, family: Family) -> DeltaNet | None:
         conv_width=fields.count("linear_conv_kernel_dim"),
         by_key_head=family.delta_net == "by_key_head",
     )
-    if found.num_value_heads % found.num_key_heads:
+    if delta_net.num_value_heads % delta_net.num_key_heads:
         raise fields.invalid(
             "linear_num_value_heads",
-            found.num_value_heads,
-            f"a multiple of linear_num_key_heads, which is {found.num_key_heads}",
+            delta_net.num_value_heads,
+            f"a multiple of linear_num_key_heads, which is {delta_net.num_key_heads}",
         )
-    return found
+    return delta_net
 
 
 def linear_layers(fields: Fields, family: Family, num_layers: int) -> tuple[bool, ...]:

@@ -77,14 +77,14 @@ class Float8Weights:
 
     def in_blocks(self, tensors: Mapping[str, TensorInfo]) -> dict[str, TensorInfo]:
         """Return `tensors` with these weights in FP8 blocks, each followed by its scales."""
-        found: dict[str, TensorInfo] = {}
+        infos: dict[str, TensorInfo] = {}
         for name, info in tensors.items():
             if name in self.weights:
-                found[name] = replace(info, dtype=FLOAT8, itemsize=1)
-                found[scale_name(name)] = TensorInfo(grid(info.shape), "float32", _SCALE_BYTES)
+                infos[name] = replace(info, dtype=FLOAT8, itemsize=1)
+                infos[scale_name(name)] = TensorInfo(grid(info.shape), "float32", _SCALE_BYTES)
             else:
-                found[name] = info
-        return found
+                infos[name] = info
+        return infos
 
 
 def float8_weights(

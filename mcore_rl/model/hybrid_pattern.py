@@ -50,12 +50,12 @@ def is_transformer(pattern: str) -> bool:
 
 def transformer_layers(pattern: str) -> list[int]:
     """Return the number, from 0, of the model's layer at each position, without MTP layers."""
-    number, found = -1, []
+    number, layers = -1, []
     second = () if MAMBA in pattern else _SECOND_HALVES
     for symbol in pattern.partition("/")[0].replace("|", ""):
         number += symbol not in second
-        found.append(number)
-    return found
+        layers.append(number)
+    return layers
 
 
 def has_mamba(chunk: Any) -> bool:

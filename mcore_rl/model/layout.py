@@ -105,10 +105,10 @@ class TrainLayout:
 
     def dp_ranks(self) -> tuple[tuple[int, ...], ...]:
         """Return the TP, CP and PP ranks of each data-parallel rank, which train on its samples."""
-        found: list[list[int]] = [[] for _ in range(self.dp_size)]
+        by_dp_rank: list[list[int]] = [[] for _ in range(self.dp_size)]
         for rank in range(self.world_size):
-            found[self.dp_rank(rank)].append(rank)
-        return tuple(tuple(ranks) for ranks in found)
+            by_dp_rank[self.dp_rank(rank)].append(rank)
+        return tuple(tuple(ranks) for ranks in by_dp_rank)
 
     def etp_rank(self, rank: int) -> int:
         return rank % self.etp_size

@@ -85,7 +85,7 @@ def read_mamba(fields: Fields, family: Family) -> Mamba | None:
     ):
         if value is not None and value != fixed:
             raise fields.refuse(f"{name} {value} (Megatron has {fixed})")
-    found = Mamba(
+    mamba = Mamba(
         num_heads=fields.count("mamba_num_heads"),
         head_dim=fields.count("mamba_head_dim"),
         num_groups=fields.count("n_groups"),
@@ -94,11 +94,11 @@ def read_mamba(fields: Fields, family: Family) -> Mamba | None:
         state_bytes=4 if fields.get("mamba_ssm_cache_dtype", "float32") == "float32" else 2,
     )
     fields.get("chunk_size")  # positions that a kernel computes at once, of no effect on the result
-    if found.num_heads % found.num_groups:
+    if mamba.num_heads % mamba.num_groups:
         raise fields.invalid(
-            "mamba_num_heads", found.num_heads, f"a multiple of n_groups, {found.num_groups}"
+            "mamba_num_heads", mamba.num_heads, f"a multiple of n_groups, {mamba.num_groups}"
         )
-    return found
+    return mamba
 
 
 def read_blocks(fields: Fields, family: Family) -> str:

@@ -169,17 +169,17 @@ def find_factors(lora: Lora, config: PeftConfig, shapes: Mapping[str, Shape]) ->
     Factors that it does not have, or not in the right shape, are left out.
     """
     file = {renamed(name): (name, shape) for name, shape in shapes.items()}
-    found: dict[str, Stored] = {}
+    factors: dict[str, Stored] = {}
     scale = config.scale() / lora.scale
     for factor, shape in factor_shapes(lora).items():
         name, its_shape = file.get(renamed(factor), ("", ()))
         if its_shape == shape:
-            found[factor] = Stored(name, scale)
+            factors[factor] = Stored(name, scale)
     for container, by_part in _experts(lora).items():
         for parts in _STACKS:
             if all(part in by_part for part in parts):
-                found |= _of_stack(container, [by_part[p] for p in parts], lora, config, file)
-    return found
+                factors |= _of_stack(container, [by_part[p] for p in parts], lora, config, file)
+    return factors
 
 
 def renamed(name: str) -> str:
@@ -191,13 +191,13 @@ def renamed(name: str) -> str:
 
 def _experts(lora: Lora) -> dict[str, dict[str, list[str]]]:
     """Return the layers of routed experts, in order, by container and last part of the name."""
-    found: dict[str, dict[str, list[str]]] = {}
+    by_container: dict[str, dict[str, list[str]]] = {}
     for layer in lora.modules:
         if match := _EXPERT.fullmatch(layer):
             container, _, part = match.groups()
             if part != "w1" or ".mlp." not in container:  # gpt-oss mixes the rows of w1 and w3
-                found.setdefault(container, {}).setdefault(part, []).append(layer)
-    return found
+                by_container.setdefault(container, {}).setdefault(part, []).append(layer)
+    return by_container
 
 
 def _of_stack(
@@ -216,7 +216,7 @@ def _of_stack(
         return {}
     expected = ((num_experts * rank, columns), (len(parts) * rows, num_experts * rank))
     scale = config.scale(of_pair=is_pair) / lora.scale
-    found = {}
+    factors = {}
     for stack in (f"{container}.base_layer", container):
         stored = [file.get(renamed(name), ("", ())) for name in factor_names(stack)]
         if tuple(shape for _, shape in stored) != expected:
@@ -226,8 +226,8 @@ def _of_stack(
             of_rows, of_ranks = (position * rows, (position + 1) * rows), (first, first + lora.rank)
             for expert, layer in enumerate(layers):
                 for factor, (name, _) in zip(factor_names(layer), stored, strict=True):
-                    found[factor] = Stored(name, scale, expert, num_experts, of_rows, of_ranks)
-    return found
+                    factors[factor] = Stored(name, scale, expert, num_experts, of_rows, of_ranks)
+    return factors
 
 
 def left_out_by_peft(lora: Lora, architecture: str) -> str:

@@ -92,10 +92,10 @@ def check_drafter_weights(
         return
     for name, spec in mtp_tensors(shape):
         if held.get(name) != spec.shape:
-            found = f"has it of shape {list(held[name])}" if name in held else "lacks it"
+            problem = f"has it of shape {list(held[name])}" if name in held else "lacks it"
             raise UsageError(
                 f"needs {name} of shape {list(spec.shape)}, and --rl-hf-checkpoint {folder} "
-                f"{found}",
+                f"{problem}",
                 flag=f"{_FLAG} {speculation}",
                 remedy=f"copy the checkpoint again, or give {NGRAM}:{speculation.num_tokens}",
             )

@@ -315,9 +315,9 @@ def is_mtp_tensor(name: str, num_layers: int) -> bool:
 def mtp_among(names: Iterable[str], num_layers: int) -> set[str]:
     """Return the `names` of MTP layers. A layer after the last one with only a decoder layer's
     tensors is not one: its config.json describes a model of fewer layers."""
-    found = {name: name.split(".")[:3] for name in names if is_mtp_tensor(name, num_layers)}
-    layers = [layer for name, layer in found.items() if name.endswith(_MTP_ALONE)]
-    return {name for name, layer in found.items() if layer[0] == "mtp" or layer in layers}
+    layer_of = {name: name.split(".")[:3] for name in names if is_mtp_tensor(name, num_layers)}
+    layers = [layer for name, layer in layer_of.items() if name.endswith(_MTP_ALONE)]
+    return {name for name, layer in layer_of.items() if layer[0] == "mtp" or layer in layers}
 
 
 def is_mtp_copy(name: str) -> bool:
@@ -327,8 +327,8 @@ def is_mtp_copy(name: str) -> bool:
 
 def copied_by_mtp(name: str, *, tied: bool) -> str | None:
     """Return the name of the tensor that an MTP layer's tensor copies; None if not a copy."""
-    found = next((whole for end, whole in _MTP_COPIES.items() if name.endswith(end)), None)
-    return "model.embed_tokens.weight" if found and tied else found
+    copied = next((whole for end, whole in _MTP_COPIES.items() if name.endswith(end)), None)
+    return "model.embed_tokens.weight" if copied and tied else copied
 
 
 def mtp_layer_specs(shape: ModelShape) -> list[TensorSpec]:

@@ -151,5 +151,5 @@ def reason_of(architecture: str) -> str | None:
     """Return what an architecture lacks, and in which host; None if it is in no table."""
     if architecture in REASONS:
         return REASONS[architecture]
-    found = (reason for pattern, reason in PATTERNS if re.fullmatch(pattern, architecture))
-    return next(found, None)
+    reasons = (reason for pattern, reason in PATTERNS if re.fullmatch(pattern, architecture))
+    return next(reasons, None)

@@ -121,11 +121,11 @@ def check_bias_dtypes(values: Mapping[str, Any], dtypes: Mapping[str, str], fold
 
 def expert_biases(chunks: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
     """Return the biases `[e]` float32 of the routers in this rank's model chunks, not copied."""
-    found: list[torch.Tensor] = []
+    biases: list[torch.Tensor] = []
     module: Any  # with the attributes of Megatron's router, where it is one
     for chunk in chunks:
         for module in chunk.modules():
             if getattr(module, "expert_bias", None) is not None:
                 module._maintain_float32_expert_bias()
-                found.append(module.expert_bias.data)
-    return found
+                biases.append(module.expert_bias.data)
+    return biases

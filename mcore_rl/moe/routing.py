@@ -85,9 +85,9 @@ class Routes:
 
     def digest(self) -> bytes:
         """Return a digest that is equal for equal choices in equal order."""
-        found = hashlib.blake2b(np.packbits(self.known).tobytes(), digest_size=16)
-        found.update(np.ascontiguousarray(self.ids).view(np.uint8).data)
-        return found.digest()
+        hasher = hashlib.blake2b(np.packbits(self.known).tobytes(), digest_size=16)
+        hasher.update(np.ascontiguousarray(self.ids).view(np.uint8).data)
+        return hasher.digest()
 
 
 _COUNTED_TOKENS = 1024  # per sample, spread evenly: enough to measure shares

@@ -91,10 +91,10 @@ class SlotCapture:
         starts = torch.tensor(blocks, dtype=torch.int64) * self._block_size
         slots = (starts[:, None] + torch.arange(self._block_size)).flatten()[:num_tokens]
         num_layers = max(self._layers, default=-1) + 1
-        found = torch.full((num_tokens, num_layers, self._topk), _UNKNOWN, dtype=torch.int16)
+        experts = torch.full((num_tokens, num_layers, self._topk), _UNKNOWN, dtype=torch.int16)
         for layer, of_slots in self._layers.items():
-            found[: len(slots), layer] = of_slots[slots]
-        return found.numpy()
+            experts[: len(slots), layer] = of_slots[slots]
+        return experts.numpy()
 
     def forget(self) -> None:
         """Drop all choices; call it when the KV cache has been emptied."""
@@ -134,6 +134,6 @@ def routes_of(reported: np.ndarray | None, of: RoutedLayers, num_tokens: int) ->
     known[: len(ids)] = True
     if np.issubdtype(ids.dtype, np.signedinteger):
         known[: len(ids)] = (ids >= 0).all(axis=(1, 2))
-    found = np.zeros((num_tokens, *ids.shape[1:]), dtype=of.dtype)
-    found[: len(ids)] = ids.astype(of.dtype, copy=False)
-    return Routes(found, known)
+    chosen = np.zeros((num_tokens, *ids.shape[1:]), dtype=of.dtype)
+    chosen[: len(ids)] = ids.astype(of.dtype, copy=False)
+    return Routes(chosen, known)

@@ -230,8 +230,8 @@ def _run_id(path: Path, *, resumes: bool) -> str:
     """Return the id of the run that is resumed, or a new id for a run that starts at step 0."""
     if resumes and path.is_file():
         with contextlib.suppress(OSError, ValueError):  # a damaged id starts another run
-            if (found := path.read_text(encoding="utf-8").strip()) and found.isprintable():
-                return found
+            if (stored_id := path.read_text(encoding="utf-8").strip()) and stored_id.isprintable():
+                return stored_id
     run_id = secrets.token_hex(4)
     with contextlib.suppress(OSError):  # without the file, a resumed run gets a new id
         path.write_text(run_id + "\n", encoding="utf-8")

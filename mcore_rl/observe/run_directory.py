@@ -150,10 +150,10 @@ class RunDirectory:
     def steps_before(self, first_step: int) -> dict[int, dict[str, float]]:
         """Return the metrics of earlier runs in this folder, in the order of the steps."""
         damaged: list[int] = []
-        found = read_metrics(self.folder / "metrics.jsonl", damaged)
+        metrics = read_metrics(self.folder / "metrics.jsonl", damaged)
         if damaged:
             logger.warning("%s", damage_note("metrics.jsonl", damaged))
-        return {step: found[step] for step in sorted(found) if step < first_step}
+        return {step: metrics[step] for step in sorted(metrics) if step < first_step}
 
     def _note_main(self, metrics: Mapping[str, float]) -> None:
         for name in MAIN_METRICS:
@@ -309,13 +309,13 @@ def read_metrics(path: Path, damaged: list[int] | None = None) -> dict[int, dict
     and of lines with a value that was skipped, are appended to `damaged`. The evaluation after the
     last step has a separate line, whose step no other line has.
     """
-    found: dict[int, dict[str, float]] = {}
+    by_step: dict[int, dict[str, float]] = {}
     for line_number, step, fields in step_lines(path, damaged):
         values = {name: number(value) for name, value in fields.items() if name != "step"}
-        found[step] = {name: value for name, value in values.items() if value is not None}
+        by_step[step] = {name: value for name, value in values.items() if value is not None}
         if None in values.values() and damaged is not None:
             damaged.append(line_number)
-    return found
+    return by_step
 
 
 def step_lines(path: Path, damaged: list[int] | None) -> Iterator[tuple[int, int, dict[str, Any]]]:

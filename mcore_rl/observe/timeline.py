@@ -151,7 +151,7 @@ def read_timeline(path: Path, damaged: list[int] | None = None) -> tuple[RoleSte
     of later ones, are left out. The numbers (from 1) of lines that are not a role's step are
     appended to `damaged`.
     """
-    found: list[RoleStep] = []
+    role_steps: list[RoleStep] = []
     last: dict[str, int] = {}  # role -> step
     for line_number, step, fields in step_lines(path, damaged):
         role, spans = fields.get("role"), list(_spans_in(fields.get("spans")))
@@ -160,11 +160,11 @@ def read_timeline(path: Path, damaged: list[int] | None = None) -> tuple[RoleSte
                 damaged.append(line_number)
             continue
         if last.get(role, -1) >= step:
-            found = [line for line in found if line.step < step]
-            last = {line.role: line.step for line in found}
+            role_steps = [line for line in role_steps if line.step < step]
+            last = {line.role: line.step for line in role_steps}
         last[role] = step
-        found.append(RoleStep(step, role, tuple(span for span in spans if span is not None)))
-    return tuple(found)
+        role_steps.append(RoleStep(step, role, tuple(span for span in spans if span is not None)))
+    return tuple(role_steps)
 
 
 def _spans_in(spans: Any) -> Iterator[TimeSpan | None]:
@@ -173,9 +173,9 @@ def _spans_in(spans: Any) -> Iterator[TimeSpan | None]:
         yield None
         return
     for span in spans:
-        found = None
+        time_span = None
         if isinstance(span, list) and len(span) == 3 and isinstance(span[0], str):
             start, end = map(finite_number, span[1:])
             if start is not None and end is not None and start <= end:
-                found = TimeSpan(span[0], start, end)
-        yield found
+                time_span = TimeSpan(span[0], start, end)
+        yield time_span

@@ -42,17 +42,17 @@ class TracedStep:
 
 def traced_step(number: int, spans: Iterable[Span], begin: int, end: int) -> TracedStep:
     """Summarize the spans of a step from `begin` to `end`."""
-    found = with_rows([span for span in spans if begin <= span.start < end])
+    counted = with_rows([span for span in spans if begin <= span.start < end])
     return TracedStep(
         number,
-        rows=exclusive_times([(row, s.start, s.end) for row, s in found], begin, end),
-        world=[(row, s.end - s.start) for row, s in found if s.kind == WORLD],
+        rows=exclusive_times([(row, s.start, s.end) for row, s in counted], begin, end),
+        world=[(row, s.end - s.start) for row, s in counted if s.kind == WORLD],
     )
 
 
 def with_rows(spans: Iterable[Span]) -> list[tuple[str, Span]]:
     """Return the spans that count, in their order, with their rows of the table."""
-    found: list[tuple[str, Span]] = []
+    counted: list[tuple[str, Span]] = []
     stages: list[Span] = []  # running ones, the innermost last
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         while stages and stages[-1].end <= span.start:
@@ -63,8 +63,8 @@ def with_rows(spans: Iterable[Span]) -> list[tuple[str, Span]]:
         if span.kind != PART:
             is_own = span.kind == STAGE or stage == "train"
             name = span.name if span.kind in (STAGE, PASS) else "communication"
-            found.append((name if is_own else stage, span))
-    return found
+            counted.append((name if is_own else stage, span))
+    return counted
 
 
 def exclusive_times(spans: Iterable[tuple[str, int, int]], begin: int, end: int) -> dict[str, int]:
@@ -118,8 +118,8 @@ def table_of(ranks: Sequence[Sequence[TracedStep]]) -> str:
     """
     steps = [step.number for step in ranks[0]]
     by_step = [with_waiting_apart(same) for same in zip(*ranks, strict=True)]
-    found = dict.fromkeys(name for same in by_step for rows in same for name in rows)
-    names = [*(name for name in found if name != IDLE), IDLE]
+    labels = dict.fromkeys(name for same in by_step for rows in same for name in rows)
+    names = [*(name for name in labels if name != IDLE), IDLE]
     # [steps, ranks, rows] in seconds; the last row is the step
     times = np.array([[[rows.get(n, 0) for n in names] for rows in same] for same in by_step]) / 1e9
     times = np.concatenate([times, times.sum(axis=2, keepdims=True)], axis=2)

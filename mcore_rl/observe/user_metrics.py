@@ -53,7 +53,7 @@ def has_metrics() -> bool:
 
 def user_metrics(samples: Sequence[ScoredRollout]) -> dict[str, float]:
     """Return a step's user metrics, by full name. Never raises."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name, function in _METRICS.items():
         try:
             value = function(samples)
@@ -72,5 +72,5 @@ def user_metrics(samples: Sequence[ScoredRollout]) -> dict[str, float]:
                     error,
                 )
             continue
-        found |= numbers
-    return found
+        metrics |= numbers
+    return metrics

@@ -213,7 +213,7 @@ def train_activation_bytes(model: TrainedModel) -> list[int]:
     most as many bytes as the layer keeps.
     """
     sizes, training, pp_size = _layer_sizes(model), model.training, model.train.pp_size
-    found = []
+    per_stage = []
     for stage, chunks in enumerate(model.layers):
         in_flight = micro_batches_in_flight(
             stage,
@@ -231,8 +231,8 @@ def train_activation_bytes(model: TrainedModel) -> list[int]:
         # All micro-batches are on the device.
         tokens = training.num_micro_batches_in_all * training.micro_batch_tokens
         total += _FLOAT32 * training.teacher_outputs * tokens
-        found.append(math.ceil(total) + merged_bytes(model, with_gradients=True))
-    return found
+        per_stage.append(math.ceil(total) + merged_bytes(model, with_gradients=True))
+    return per_stage
 
 
 def micro_batch_activation_bytes(model: TrainedModel) -> list[int]:
@@ -249,13 +249,15 @@ def log_prob_activation_bytes(model: TrainedModel, *, with_entropy: bool = True)
     A layer counts with all that it would keep for a backward pass, although this is freed earlier.
     """
     sizes, kinds = _layer_sizes(model), model.shape.layer_kinds
-    found = [
+    per_stage = [
         max(sizes[kinds[n]].everything for chunk in chunks for n in chunk)
         for chunks in model.layers
     ]
-    found[-1] = max(found[-1], head_bytes(model, with_gradients=False, with_entropy=with_entropy))
+    per_stage[-1] = max(
+        per_stage[-1], head_bytes(model, with_gradients=False, with_entropy=with_entropy)
+    )
     merged = merged_bytes(model, with_gradients=False)
-    return [math.ceil(size) + merged for size in found]
+    return [math.ceil(size) + merged for size in per_stage]
 
 
 def teacher_activation_bytes(model: TrainedModel, step_tokens: int) -> list[int]:
@@ -267,9 +269,9 @@ def teacher_activation_bytes(model: TrainedModel, step_tokens: int) -> list[int]
     numbers = 2 + model.training.teacher_outputs  # a log-prob and an entropy
     results = _FLOAT32 * numbers * math.ceil(step_tokens / model.train.dp_size)
     forward = log_prob_activation_bytes(model, with_entropy=False)
-    found = [max(used, results) for used in forward]
-    found[-1] += results
-    return found
+    per_stage = [max(used, results) for used in forward]
+    per_stage[-1] += results
+    return per_stage
 
 
 def _kept_by_stage(

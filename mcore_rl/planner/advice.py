@@ -61,7 +61,7 @@ def problems_of(
 ) -> list[Problem]:
     """Return everything that does not fit, with remedies; those that suffice alone come first. With
     `surely`, only phases whose parts of exact size alone do not fit."""
-    found = []
+    problems = []
     lacks = _surely_lacking if surely else _lacking
     for where, lacking in lacks(case, memory).items():
         if not lacking:
@@ -75,8 +75,8 @@ def problems_of(
             left = lacks(other, memory_of(other, needed, traffic_bytes)).get(where, 0)
             if left < lacking:
                 remedies.append(Remedy(flags, left))
-        found.append(Problem(where, lacking, tuple(_best(remedies)[:_MOST])))
-    return found
+        problems.append(Problem(where, lacking, tuple(_best(remedies)[:_MOST])))
+    return problems
 
 
 def _best(remedies: list[Remedy]) -> list[Remedy]:

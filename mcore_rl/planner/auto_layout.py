@@ -35,9 +35,9 @@ def best_layout(
     `IN_ORDER` that the machine has.
     """
     for flags, other in _tries(case, step, longest, savings):
-        found = search(other, step, top=1, chooses_share=True).candidates
-        if found:
-            return f"{found[0].flags}{flags}"
+        candidates = search(other, step, top=1, chooses_share=True).candidates
+        if candidates:
+            return f"{candidates[0].flags}{flags}"
     return None
 
 

@@ -26,29 +26,29 @@ def kv_bytes_per_token(shape: ModelShape, tp_size: int, *, drafter_layers: int =
         width = 2 * max(1, shape.num_kv_heads // tp_size) * shape.head_dim
     # Other layers have a state per sequence instead, whatever its length, or none.
     attention = sum(kind.has_attention for kind in shape.layer_kinds)
-    found = width * _BFLOAT16 * (attention + drafter_layers)
+    num_bytes = width * _BFLOAT16 * (attention + drafter_layers)
     if shape.indexer:  # a key in FP8, with a float32 scale for every 128 elements
         head = shape.indexer.head_dim
         layers = sum(shape.indexer.in_layer) + drafter_layers
-        found += (head + head // 128 * _FLOAT32) * layers
-    return found
+        num_bytes += (head + head // 128 * _FLOAT32) * layers
+    return num_bytes
 
 
 def state_bytes(shape: ModelShape, tp_size: int) -> int:
     """Return the bytes that a rank caches per sequence, whatever its length: of each delta net and
     Mamba-2 layer the state, and the inputs that its convolution still needs, in bfloat16. vLLM's
     default for the state is bfloat16, too; for Mamba-2 config.json decides."""
-    found = 0
+    num_bytes = 0
     if net := shape.delta_net:
         state = net.num_value_heads * net.key_head_dim * net.value_head_dim * _BFLOAT16
         inputs = sum(net.conv_parts) * (net.conv_width - 1) * _BFLOAT16
-        found += (state + inputs) // tp_size * sum(shape.is_linear_layer)
+        num_bytes += (state + inputs) // tp_size * sum(shape.is_linear_layer)
     if mamba := shape.mamba:
         state = mamba.inner_size * mamba.state_size * mamba.state_bytes
         inputs = sum(mamba.conv_parts) * (mamba.conv_width - 1) * _BFLOAT16
         num_layers = sum(kind.has_mamba for kind in shape.layer_kinds)
-        found += (state + inputs) // tp_size * num_layers
-    return found
+        num_bytes += (state + inputs) // tp_size * num_layers
+    return num_bytes
 
 
 def absorbed_bytes(shape: ModelShape, tp_size: int, *, drafter_layers: int = 0) -> int:

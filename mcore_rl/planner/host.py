@@ -221,9 +221,9 @@ class _Planning:
 
     def _on(self, ranks: Sequence[int], sizes: Bytes | int) -> Bytes:
         """Return `[world]`: `sizes` on these ranks, 0 on the others."""
-        found = np.zeros(self._world_size, dtype=np.int64)
-        found[list(ranks)] = sizes
-        return found
+        spread = np.zeros(self._world_size, dtype=np.int64)
+        spread[list(ranks)] = sizes
+        return spread
 
     def _everywhere(self, part: str, num_bytes: int) -> Parts:
         return {part: np.full(self._world_size, num_bytes, dtype=np.int64)}

@@ -178,9 +178,9 @@ def with_train_layout(case: Case, train: TrainLayout, layers: PipelineLayers) ->
     not divide or another model cannot follow."""
     actor = in_layout(case.actor, train, layers)
     critic = None if case.critic is None else following(case.critic, train, layers)
-    found = [following(model, train, layers) for model in case.teachers]
-    teachers = tuple(model for model in found if model is not None)
-    follows = (critic is None) == (case.critic is None) and len(teachers) == len(found)
+    followers = [following(model, train, layers) for model in case.teachers]
+    teachers = tuple(model for model in followers if model is not None)
+    follows = (critic is None) == (case.critic is None) and len(teachers) == len(followers)
     if actor is None or not follows:
         return None
     other = replace(case, train=train, layers=layers, training=actor.training)

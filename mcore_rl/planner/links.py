@@ -144,10 +144,10 @@ def _by_holders(placement: Placement) -> dict[tuple[int, ...], list[str]]:
     """Return stages -> tensors that they hold; stages that share a tensor form one entry."""
     tensors = placement.tensors.values()
     joined = {stage: t.stages for t in tensors if len(t.stages) > 1 for stage in t.stages}
-    found: dict[tuple[int, ...], list[str]] = defaultdict(list)
+    by_stages: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for tensor in tensors:
-        found[joined.get(tensor.stages[0], tensor.stages)].append(tensor.name)
-    return found
+        by_stages[joined.get(tensor.stages[0], tensor.stages)].append(tensor.name)
+    return by_stages
 
 
 def traffic_of(

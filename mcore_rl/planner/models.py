@@ -115,7 +115,7 @@ def stage_parameters(model: TrainedModel) -> tuple[StageParameters, ...]:
         head += embedding_specs(shape)  # Megatron keeps a copy of it on the last stage
     kinds = shape.layer_kinds
     of_kind = {kind: _count(model, layer_specs(shape, kind)) for kind in set(kinds)}
-    found = []
+    per_stage = []
     for stage, chunks in enumerate(model.layers):
         parts = [of_kind[kinds[n]] for chunk in chunks for n in chunk]
         if stage == 0:
@@ -123,7 +123,7 @@ def stage_parameters(model: TrainedModel) -> tuple[StageParameters, ...]:
         if stage == last:
             parts.append(_count(model, head))
             parts += [_count(model, _trained_mtp_specs(shape))] * mtp_layers
-        found.append(
+        per_stage.append(
             StageParameters(
                 dense=sum(p.dense for p in parts),
                 experts=sum(p.experts for p in parts),
@@ -131,7 +131,7 @@ def stage_parameters(model: TrainedModel) -> tuple[StageParameters, ...]:
                 frozen_experts=sum(p.frozen_experts for p in parts),
             )
         )
-    return tuple(found)
+    return tuple(per_stage)
 
 
 def _trained_mtp_specs(shape: ModelShape) -> list[TensorSpec]:

@@ -131,11 +131,11 @@ class Case:
     def communicators(self) -> dict[str, int]:
         """The maximum number of a rank's NCCL communicators, see `communicators_of`."""
         is_separate = self.is_separate or self.has_servers
-        found = communicators_of(self.train, self.rollout, is_separate=is_separate)
+        counts = communicators_of(self.train, self.rollout, is_separate=is_separate)
         if not self.has_engines:
-            found["engine"] = 0
-            found["hand-over"] *= self.has_servers
-        return found
+            counts["engine"] = 0
+            counts["hand-over"] *= self.has_servers
+        return counts
 
     @property
     def own_teachers(self) -> tuple[TrainedModel, ...]:

@@ -261,11 +261,11 @@ def _print_problems(outcome: Outcome, console: Console) -> None:
             console.print("  no single flag helps: take more GPUs, or try --search")
 
 
-def print_search(found: Found, console: Console) -> None:
+def print_search(result: Found, console: Console) -> None:
     """Print the best layouts of a search."""
     console.print("\n[bold]layouts that fit, best first[/]")
     table = _table(console, "train", "rollout", *_SEARCH_COLUMNS)
-    for candidate in found.candidates:
+    for candidate in result.candidates:
         of = candidate.seconds
         seconds = (of.total, of.compute, of.communication, of.hand_over, of.rollout)
         table.add_row(
@@ -277,10 +277,10 @@ def print_search(found: Found, console: Console) -> None:
             f"{candidate.kv_cache_tokens:,}",
         )
     console.print(table)
-    console.print(f"{found.num_tried} layouts tried, {found.num_fitting} fit")
+    console.print(f"{result.num_tried} layouts tried, {result.num_fitting} fit")
     console.print(CRITERIA)
-    if found.candidates:
-        console.print(f"flags of the best: {found.candidates[0].flags}")
+    if result.candidates:
+        console.print(f"flags of the best: {result.candidates[0].flags}")
 
 
 def print_comparison(comparison: Comparison, notes: Sequence[str], console: Console) -> None:

@@ -115,7 +115,7 @@ def search(case: Case, step: Step, *, top: int, chooses_share: bool = False) -> 
     useful one of each layout.
     """
     tried = 0
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     rollouts = {case.rollout: resident_of(case)}
     if case.has_engines:
         rollouts = {r: most_resident_bytes(case, r) for r in rollout_layouts(case)}
@@ -137,12 +137,12 @@ def search(case: Case, step: Step, *, top: int, chooses_share: bool = False) -> 
             if memory.host_total_bytes > case.machine.host_bytes:
                 continue
             received = _least_received(placed, int(resident[0]))
-            found.append(_candidate(placed, memory, stages, received, step))
-    found.sort(key=_order)
-    best = found[:top]
+            candidates.append(_candidate(placed, memory, stages, received, step))
+    candidates.sort(key=_order)
+    best = candidates[:top]
     if case.has_engines:
         best = sorted(map(_with_rank_map, best), key=_order)
-    return Found(tuple(best), tried, len(found))
+    return Found(tuple(best), tried, len(candidates))
 
 
 def _order(candidate: Candidate) -> tuple[float, int, str]:

@@ -43,14 +43,14 @@ GPUS = {
 
 def gpu_named(name: str) -> Gpu:
     """Return the device that `--gpu` names. Raises UsageError."""
-    found = GPUS.get(name.lower())
-    if found is None:
+    gpu = GPUS.get(name.lower())
+    if gpu is None:
         raise UsageError(
             f"is not a known device{did_you_mean(name.lower(), GPUS)}",
             flag=f"--gpu {name}",
             remedy=f"choose one of {', '.join(GPUS)}, or give --gpu-memory-gb in its place",
         )
-    return found
+    return gpu
 
 
 # Defaults of a plan.

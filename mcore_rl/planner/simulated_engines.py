@@ -138,7 +138,7 @@ class Engine:
     # While it is stopped
 
     def resume(self) -> None:
-        """Go on, with a schedule."""
+        """Continue, with a schedule."""
         self._advance()
         self._is_stopped = False
         self._scheduled_at = round(self._count)

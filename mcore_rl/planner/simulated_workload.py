@@ -94,11 +94,11 @@ class Workload:
 
     def responses(self, draw: int) -> list[Response]:
         """Return the responses to a draw, the same in every simulation."""
-        found = self._drawn.get(draw)
-        if found is None:
-            found = self.lengths.of_draw(draw, self.samples_per_group, self.seed)
-            self._drawn[draw] = found
-        return found
+        responses = self._drawn.get(draw)
+        if responses is None:
+            responses = self.lengths.of_draw(draw, self.samples_per_group, self.seed)
+            self._drawn[draw] = responses
+        return responses
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +118,11 @@ class EngineSpeed:
         numbers, and beyond the last as between the last two."""
         numbers, seconds = np.array(self.running), np.array(self.step_seconds)
         wanted = np.arange(most + 1)
-        found = np.interp(wanted, numbers, seconds)
+        interpolated = np.interp(wanted, numbers, seconds)
         if len(numbers) > 1 and most > numbers[-1]:
             slope = (seconds[-1] - seconds[-2]) / (numbers[-1] - numbers[-2])
-            found += np.maximum(wanted - numbers[-1], 0) * max(slope, 0.0)
-        return [float(each) for each in found]
+            interpolated += np.maximum(wanted - numbers[-1], 0) * max(slope, 0.0)
+        return [float(each) for each in interpolated]
 
 
 def prefill_rate(

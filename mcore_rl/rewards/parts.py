@@ -74,10 +74,10 @@ def part_metrics(
         values = table.parts.get(name, np.full(len(table), np.nan))
         if is_used is not None:
             values = values[is_used(name)]
-        found = values[~np.isnan(values)]
-        if len(found):
-            metrics[f"reward/{name}/mean"] = math.fsum(v / len(found) for v in found.tolist())
-        metrics[f"reward/{name}/failures"] = float(len(values) - len(found))
+        valid = values[~np.isnan(values)]
+        if len(valid):
+            metrics[f"reward/{name}/mean"] = math.fsum(v / len(valid) for v in valid.tolist())
+        metrics[f"reward/{name}/failures"] = float(len(values) - len(valid))
     return metrics
 
 

@@ -97,8 +97,8 @@ class RewardPool:
             if not self._workers:
                 self._start_worker()
             self._pool.wait()
-            found = self.advance()
-            self._found += found
+            outcomes = self.advance()
+            self._found += outcomes
 
     def add(self, ticket: int, rollout: Rollout, names: Container[str]) -> None:
         """Store a rollout for `advance`, for the functions among `names`. Tickets must increase."""
@@ -115,8 +115,8 @@ class RewardPool:
             if ticket in self._workers:  # else an earlier event has lost it
                 self._take(self._workers[ticket], event)
         self._send()
-        found, self._found = self._found, []
-        return found
+        outcomes, self._found = self._found, []
+        return outcomes
 
     def reset(self) -> None:
         """End the workers and forget all samples."""
@@ -156,10 +156,10 @@ class RewardPool:
         """Record whether a worker could resolve the functions."""
         if isinstance(event, Answer):
             worker.is_ready = self._is_resolved = True
-            found = as_sources(event.value)
+            sources = as_sources(event.value)
             # Of workers that have imported different files nobody knows which one graded what.
-            is_same = self.sources in ({}, found)
-            self.sources = found if is_same else dict.fromkeys(found, "")
+            is_same = self.sources in ({}, sources)
+            self.sources = sources if is_same else dict.fromkeys(sources, "")
             self._starts.had_result()
             return
         self._lose(worker)

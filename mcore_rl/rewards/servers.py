@@ -45,18 +45,18 @@ class Servers:
         """Request what was added and return the outcomes that have arrived; does not block."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._has_answers)  # first, so that it is set by later answers
-        found: Answered = []
+        answers: Answered = []
         while not self._answered.empty():
-            found += self._answered.get()
-        self._num_open -= len(found)
+            answers += self._answered.get()
+        self._num_open -= len(answers)
         if self._num_open == 0:
             self._end_requests()
-            return found
+            return answers
         if self._requests is None:
             self._requests = _Requests(self._servers, self._on_answers)
         self._requests.add(self._added)
         self._added = []
-        return found
+        return answers
 
     def reset(self) -> None:
         """Cancel all requests and forget all rollouts."""

@@ -140,17 +140,17 @@ def _of_sources(
     """Return `RewardSpec.of_sources`."""
     if all(each.reward is None and each.environment is None for each in sources):
         return {}
-    found: dict[str, Mapping[str, float]] = {}
+    by_source: dict[str, Mapping[str, float]] = {}
     for source in sources:
         flag = EVAL_PROMPTS if source.is_eval else PROMPTS
-        found[source.key] = of_run
+        by_source[source.key] = of_run
         try:
             if source.reward is not None:
-                found[source.key] = _parse(source.reward, source.reward_weights)
+                by_source[source.key] = _parse(source.reward, source.reward_weights)
         except UsageError as error:
             fault = f": source '{source.name}': {error.fault}"
             raise UsageError(fault, flag=flag, remedy=error.remedy) from error
-        of_turns = found[source.key].get(ENVIRONMENT, 0.0), of_run.get(ENVIRONMENT, 0.0)
+        of_turns = by_source[source.key].get(ENVIRONMENT, 0.0), of_run.get(ENVIRONMENT, 0.0)
         if of_turns[0] != of_turns[1] and source.environment != NO_ENVIRONMENT:
             raise UsageError(
                 f": source '{source.name}' weighs the reward {ENVIRONMENT} by {of_turns[0]:g}, and "
@@ -158,14 +158,14 @@ def _of_sources(
                 flag=flag,
                 remedy="give that reward the same weight in both",
             )
-        if source.environment == NO_ENVIRONMENT and ENVIRONMENT in found[source.key]:
+        if source.environment == NO_ENVIRONMENT and ENVIRONMENT in by_source[source.key]:
             raise UsageError(
                 f": source '{source.name}' has no environment, and {ENVIRONMENT} is one of its "
                 "rewards",
                 flag=flag,
                 remedy="give it rewards of its own",
             )
-    return found
+    return by_source
 
 
 def _servers(names: tuple[str, ...], options: RewardOptions) -> Iterator[ServerSpec]:

@@ -99,17 +99,17 @@ class RewardStack:
         A ticket is complete when each reward has a value or a failure. Each is returned once, in
         order of completion. The first failure of each kind is logged.
         """
-        found = self.collect()
-        self._log_failures([outcomes for _, outcomes in found])
-        return found
+        completed = self.collect()
+        self._log_failures([outcomes for _, outcomes in completed])
+        return completed
 
     def collect(self) -> list[Finished]:
         """Return what `finished` does, without logging failures."""
         self._refuse_if_closed()
         self._advance()
-        found = list(self._complete.items())
+        completed = list(self._complete.items())
         self._complete.clear()
-        return found
+        return completed
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Block until every ticket is complete, so that `finished` returns it; False after
@@ -127,9 +127,9 @@ class RewardStack:
         self._refuse_if_closed()
         tickets = [self.begin(rollout) for rollout in rollouts]
         self._wait_until(lambda: self._open.keys().isdisjoint(tickets))
-        found = [self._complete.pop(ticket) for ticket in tickets]
-        self._log_failures(found)
-        return {name: [outcomes[name] for outcomes in found] for name in self.names}
+        completed = [self._complete.pop(ticket) for ticket in tickets]
+        self._log_failures(completed)
+        return {name: [outcomes[name] for outcomes in completed] for name in self.names}
 
     def score(self, rollouts: Sequence[Rollout]) -> list[ScoredRollout]:
         """Score all rollouts, in their order, by functions and servers."""
@@ -144,12 +144,12 @@ class RewardStack:
         failed part has the reason in `failure`, a meaningless reward of 0, and the parts that did
         not fail.
         """
-        found = []
+        scored = []
         for index, rollout in enumerate(rollouts):
             weights = self._spec.weights_of(rollout.prompt.source)
             own = {name: [outcomes[name][index]] for name in weights}
-            found += weighed([rollout], own, weights)
-        return found
+            scored += weighed([rollout], own, weights)
+        return scored
 
     def close(self) -> None:
         """End all work, even unfinished. A second call does nothing."""
@@ -188,9 +188,9 @@ class RewardStack:
             del self._open[ticket]
             self._complete[ticket] = {name: outcomes[name] for name in self.names}
 
-    def _log_failures(self, found: Sequence[dict[str, Outcome]]) -> None:
+    def _log_failures(self, completed: Sequence[dict[str, Outcome]]) -> None:
         for name, log in self.failure_logs.items():
-            log.note([outcomes[name] for outcomes in found])
+            log.note([outcomes[name] for outcomes in completed])
 
     def _wait_until(self, done: Callable[[], bool], timeout_seconds: float | None = None) -> bool:
         until = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds

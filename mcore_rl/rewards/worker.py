@@ -92,8 +92,10 @@ def score_sample(
         value = function(prompt=prompt, response=response, answer=answer, **given)
         return _checked(awaited(value))
 
-    found = guarded(call, timeout_seconds)
-    return Outcome(0.0, found.kind, found.detail) if isinstance(found, Failed) else Outcome(found)
+    result = guarded(call, timeout_seconds)
+    return (
+        Outcome(0.0, result.kind, result.detail) if isinstance(result, Failed) else Outcome(result)
+    )
 
 
 def _checked(value: object) -> float:

@@ -418,29 +418,29 @@ class AheadSampler:
                 has_environments=self._workers.has_environments,
                 limits=self._workers.limits,
             )
-        found: dict[int, OpenGroup] = {}
+        by_draw: dict[int, OpenGroup] = {}
         num_unfit = 0
         for each in groups:
             if state.outstanding is not None and each.draw not in state.outstanding:
                 continue
             fits = self._fits(each)
             num_unfit += not fits
-            found[each.draw] = each if fits else OpenGroup.new(each.draw, size)
+            by_draw[each.draw] = each if fits else OpenGroup.new(each.draw, size)
         if num_unfit and self._is_leader:
             logger.warning(
                 "[Resume] %d unfinished groups are sampled again: the number of samples per prompt "
                 "or --rl-score-centering has changed",
                 num_unfit,
             )
-        held = objects.all_gather(list(found) if self._is_leader else [])
+        held = objects.all_gather(list(by_draw) if self._is_leader else [])
         everywhere = [draw for some in held for draw in some]
         if len({*everywhere}) < len(everywhere):
             raise not_held(folder, "unfinished groups of samples", "a draw has several groups")
         missing = (state.outstanding or {}).keys() - {*everywhere}
         for draw in sorted(missing)[self._tp_group :: self._num_tp_groups]:
-            found[draw] = OpenGroup.new(draw, size)
-        here = {draw: banked[draw].read() for draw in found.keys() & banked.keys()}
-        return [here.get(draw) or found[draw] for draw in sorted(found)]
+            by_draw[draw] = OpenGroup.new(draw, size)
+        here = {draw: banked[draw].read() for draw in by_draw.keys() & banked.keys()}
+        return [here.get(draw) or by_draw[draw] for draw in sorted(by_draw)]
 
     def _outstanding(self, state: AheadState) -> dict[int, int]:
         """Return the draws that the run continues, with the versions that they started with."""

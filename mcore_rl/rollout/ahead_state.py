@@ -62,9 +62,9 @@ class AheadState:
             uncounted = dict(counts)
             if not all(name.removeprefix(_FILTERED).isidentifier() for name in uncounted):
                 raise ValueError("it counts something else than groups")
-            found = cls(facts["next_draw"], outstanding, facts["weight_version"], uncounted)
+            state = cls(facts["next_draw"], outstanding, facts["weight_version"], uncounted)
             for number in (
-                *(found.next_draw, found.weight_version, *uncounted.values()),
+                *(state.next_draw, state.weight_version, *uncounted.values()),
                 *(*outstanding, *outstanding.values()),
             ):
                 if integer_within(number, 0, _MOST_DRAWS) is None:
@@ -74,7 +74,7 @@ class AheadState:
             *(OSError, TypeError, ValueError),
         ) as error:
             raise not_held(path, "draws in flight", f"{type(error).__name__}: {error}") from error
-        return found
+        return state
 
 
 def require_nothing_outstanding(folder: Path) -> None:

@@ -118,11 +118,11 @@ class Bank:
         """Remove these draws' groups, and what is damaged, from a file."""
         partial = path.with_name(path.name + ".partial")
         with open_regular(path) as file:
-            found = _Records(file, self._fingerprint).scan()
-            if not found.frames and not found.is_of_run:
+            scanned = _Records(file, self._fingerprint).scan()
+            if not scanned.frames and not scanned.is_of_run:
                 return
-            kept = [frame for frame in found.frames if frame.draw not in draws]
-            if found.frames and len(kept) == len(found.frames):
+            kept = [frame for frame in scanned.frames if frame.draw not in draws]
+            if scanned.frames and len(kept) == len(scanned.frames):
                 return
             if kept:
                 with partial.open("wb") as copy:
@@ -168,9 +168,9 @@ class BankedGroup:
             records = _Records(file, self._fingerprint)
             starts = [start for draw, start in records.walk() if draw == self._frame.draw]
             for start in (self._frame.start, *reversed(starts)):
-                found = records.frame(start)
-                if isinstance(found, _Frame) and found.draw == self._frame.draw:
-                    return found.payload(file)
+                record = records.frame(start)
+                if isinstance(record, _Frame) and record.draw == self._frame.draw:
+                    return record.payload(file)
         raise ValueError("its record is gone")
 
 
@@ -201,14 +201,14 @@ def read_bank(
     for _, _, path in _files(folder):
         try:
             with open_regular(path) as file:
-                found = _Records(file, run).scan()
+                scanned = _Records(file, run).scan()
         except OSError as error:
             skipped.append(f"{path.name}: {error.strerror}")
             continue
-        for frame in found.frames:
+        for frame in scanned.frames:
             groups[frame.draw] = BankedGroup(frame, path, run, prompt_of, limits, fits)
-        of_others += [found.num_of_others] if found.is_of_another else []
-        skipped += [f"{path.name}: {fault}" for fault in found.faults]
+        of_others += [scanned.num_of_others] if scanned.is_of_another else []
+        skipped += [f"{path.name}: {fault}" for fault in scanned.faults]
     if of_others:
         places = "1 file" if len(of_others) == 1 else f"{len(of_others)} files"
         skipped.append(
@@ -285,13 +285,13 @@ class _Records:
                 faults.add(f"record at byte {at}: bytes to {end} are not a record")
             if start < 0:
                 break
-            found = self.frame(start)
-            is_damaged = isinstance(found, str)
-            if isinstance(found, _Frame):
-                frames.append(found)
-                at = found.end
+            record = self.frame(start)
+            is_damaged = isinstance(record, str)
+            if isinstance(record, _Frame):
+                frames.append(record)
+                at = record.end
             else:
-                faults.add(f"record at byte {start}: {found}")
+                faults.add(f"record at byte {start}: {record}")
                 at = start + 1
         return _Found(frames, faults.described(), is_of_run=is_of_run)
 
@@ -307,10 +307,10 @@ class _Records:
             return f"it has {self._size - begin} of {length} bytes"
         if length > self._left_bytes:
             return "it is not read, since too much of the file is damaged"
-        found = _checksum_before(self._fingerprint, draw, length)
+        computed = _checksum_before(self._fingerprint, draw, length)
         for chunk in _chunks(self._file, begin, begin + length):
-            found = crc32(chunk, found)
-        if found != checksum:
+            computed = crc32(chunk, computed)
+        if computed != checksum:
             self._left_bytes -= length
             return "its checksum differs"
         return _Frame(draw, start, begin + length)
@@ -319,9 +319,9 @@ class _Records:
         """Return where the next magic begins, from `at` on; -1 without one."""
         while at < self._size:
             self._bytes(at, len(_MAGIC))  # are in the chunk now
-            found = self._chunk.find(_MAGIC, at - self._chunk_at)
-            if found >= 0:
-                return self._chunk_at + found
+            offset = self._chunk.find(_MAGIC, at - self._chunk_at)
+            if offset >= 0:
+                return self._chunk_at + offset
             end = self._chunk_at + len(self._chunk)
             if end >= self._size:
                 break
@@ -362,8 +362,8 @@ def _chunks(file: BinaryIO, start: int, end: int) -> Iterator[bytes]:
 
 def _files(folder: Path) -> list[tuple[int, int, Path]]:
     """Return the number, owner and path of all files, in the order in which they were begun."""
-    found = ((path, _NAME.fullmatch(path.name)) for path in folder.glob("*.bank"))
-    return sorted((int(name[2]), int(name[1]), path) for path, name in found if name is not None)
+    matches = ((path, _NAME.fullmatch(path.name)) for path in folder.glob("*.bank"))
+    return sorted((int(name[2]), int(name[1]), path) for path, name in matches if name is not None)
 
 
 def _next_number(files: Sequence[tuple[int, int, Path]]) -> int:

@@ -349,8 +349,8 @@ def _in_places(
 ) -> tuple[list[SampleTable], list[SampleTable]]:
     """Divide groups into the first for which there are `places`, by their samples, and others."""
     left = Counter(places)
-    found: tuple[list[SampleTable], list[SampleTable]] = [], []
+    divided: tuple[list[SampleTable], list[SampleTable]] = [], []
     for group in groups:
         left[len(group)] -= 1
-        found[left[len(group)] < 0].append(group)
-    return found
+        divided[left[len(group)] < 0].append(group)
+    return divided

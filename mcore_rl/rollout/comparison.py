@@ -65,8 +65,8 @@ class GroupComparison:
             rewards, weights = self.parts(table)
             columns = list((rewards * weights).T)  # one of weight 0 has no effect
         valid = table.valid
-        found = [select_informative_groups(each[valid], group_ids[valid]) for each in columns]
-        return np.unique(np.concatenate([group_ids[:0], *found]))
+        differing = [select_informative_groups(each[valid], group_ids[valid]) for each in columns]
+        return np.unique(np.concatenate([group_ids[:0], *differing]))
 
     def differs(self, group: SampleTable) -> bool:
         """Return whether the responses to a prompt differ."""

@@ -1,6 +1,6 @@
 """Groups of an engine that samples ahead: they outlive steps and weights.
 
-`ContinuousScheduler` differs from its base in what ends: a step takes groups while others go on.
+`ContinuousScheduler` differs from its base in what ends: a step takes groups while others continue.
 Before the weights change, running requests end with their next token (`pause`). They are submitted
 again from their tokens (`resume`), whose keys and values the new weights compute.
 """

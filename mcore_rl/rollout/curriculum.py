@@ -140,8 +140,8 @@ class Curriculum:
             return
         what = f"the curriculum of {len(self.state.accuracy)} prompts"
         try:
-            found = load(read_regular(path))
-            accuracy, cursors = found["accuracy"], found["cursors"]
+            tensors = load(read_regular(path))
+            accuracy, cursors = tensors["accuracy"], tensors["cursors"]
         except (SafetensorError, LookupError, OSError) as error:
             raise not_held(path, what, f"{type(error).__name__}: {error}") from error
         fits = (

@@ -419,9 +419,9 @@ def _filtered(
     """Return the samples of groups of these sizes, which the group filter has decided on or, as a
     function, decides on now, and what follows them."""
     ends = np.cumsum(sizes, dtype=int).tolist()
-    found: list[ScoredRollout] = []
+    filtered: list[ScoredRollout] = []
     for number, (end, size) in enumerate(zip(ends, sizes, strict=True)):
         group = scored[end - size : end]
         drop = dropped(group).dropped if callable(dropped) else dropped[number]
-        found += group if drop is None else [dataclasses.replace(s, dropped=drop) for s in group]
-    return [*found, *scored[len(found) :]]
+        filtered += group if drop is None else [dataclasses.replace(s, dropped=drop) for s in group]
+    return [*filtered, *scored[len(filtered) :]]

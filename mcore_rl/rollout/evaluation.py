@@ -90,20 +90,20 @@ class Evaluator:
         with self._timers("eval"):
             table, _ = self.workers.settle(groups, lambda seconds: None)
             answers = self._answers(table) if several and any(named) else []
-        found = sample_metrics("eval", table, answers if all(named) else [], several=several)
+        metrics = sample_metrics("eval", table, answers if all(named) else [], several=several)
         sources = self._prompts.sources_of(table.prompts)
         for number, name in enumerate(self._prompts.names):
             rows = np.flatnonzero(sources == number)
             own = [answers[row] for row in rows] if several and named[number] else []
-            found |= sample_metrics(f"eval/{name}", table.take(rows), own, several=several)
-        return found
+            metrics |= sample_metrics(f"eval/{name}", table.take(rows), own, several=several)
+        return metrics
 
     def _answers(self, table: SampleTable) -> list[str | None]:
         """Return the answer that each sample gives, the same on all ranks. Collective."""
-        found: list[str | None] = objects.broadcast(
+        answers: list[str | None] = objects.broadcast(
             [self._answer(sample.rollout) for sample in self.workers.samples_of(table)]
         )
-        return found
+        return answers
 
     def _answer(self, rollout: Rollout) -> str | None:
         names = self._rewards.weights_of(rollout.prompt.source)
@@ -129,9 +129,9 @@ def sample_metrics(
     correct = (table.rewards >= 1.0) & table.has_reward
     if not counts.any():
         return {}
-    found = {f"{prefix}/accuracy": float((table.rewards[counts] >= 1.0).mean())}
+    metrics = {f"{prefix}/accuracy": float((table.rewards[counts] >= 1.0).mean())}
     if not several:
-        return found
+        return metrics
     groups = [np.flatnonzero(counts & (table.draws == draw)) for draw in np.unique(table.draws)]
     num_samples = int(np.unique(table.draws, return_counts=True)[1].max())
     passed = [(len(rows), int(correct[rows].sum())) for rows in groups if len(rows)]
@@ -150,6 +150,6 @@ def sample_metrics(
             continue
         mean = float(np.mean(of_prompts))
         low, high = wilson_interval(mean, len(of_prompts))
-        found |= {f"{prefix}/{name}": mean}
-        found |= {f"{prefix}/{name}_low": low, f"{prefix}/{name}_high": high}
-    return found
+        metrics |= {f"{prefix}/{name}": mean}
+        metrics |= {f"{prefix}/{name}_low": low, f"{prefix}/{name}_high": high}
+    return metrics

@@ -130,24 +130,24 @@ def check_environments(folder: Path, environment_of: Callable[[int], str]) -> No
 def environments_by_draw(folder: Path) -> list[tuple[int, set[str]]]:
     """Return the draws of all groups in `folder`, each with the environments of its conversations,
     without reading responses. Raises UsageError if a file has other content."""
-    found = []
+    environments = []
     for file in sorted(folder.glob("group_*.safetensors")):
         try:
             open_regular(file).close()
             with safe_open(file, framework="numpy") as tensors:
                 groups = parse_json(tensors.metadata()["groups"])
-            found += [(_draw(each["draw"]), {*_recorded(each).values()}) for each in groups]
+            environments += [(_draw(each["draw"]), {*_recorded(each).values()}) for each in groups]
         except MALFORMED as error:
             raise _not_groups(file, error) from error
-    return found
+    return environments
 
 
 def _recorded(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return the environments of a group's conversations; earlier versions did not write them."""
-    found: dict[str, str] = facts.get("environments", {})
-    if not all(isinstance(each, str) for each in found.values()):
+    environments: dict[str, str] = facts.get("environments", {})
+    if not all(isinstance(each, str) for each in environments.values()):
         raise ValueError("an environment is not a text")
-    return found
+    return environments
 
 
 def group_to_bytes(group: OpenGroup) -> bytes:

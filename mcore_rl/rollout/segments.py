@@ -163,8 +163,10 @@ class OpenGroup:
         """Return whether the first `num_samples` responses so far have the `num_top` most probable
         tokens at each position; True for 0."""
         started = (each for each in self.rollouts[:num_samples] if each is not None)
-        found = (each.top_tokens for each in started if len(each.response_token_ids))
-        return not num_top or all(top is not None and top.ids.shape[1] == num_top for top in found)
+        top_tokens = (each.top_tokens for each in started if len(each.response_token_ids))
+        return not num_top or all(
+            top is not None and top.ids.shape[1] == num_top for top in top_tokens
+        )
 
     def num_tokens(self, num_samples: int) -> int:
         """Count the tokens of the first `num_samples` responses so far."""

@@ -92,7 +92,7 @@ class SharedDraws:
             self._published = admission.limit
 
     def stop_all(self) -> None:
-        """Make all TP groups stop sampling, because this one cannot go on without an update."""
+        """Make all TP groups stop sampling, because this one cannot continue without an update."""
         self._store.add(_NUM_STOPS, 1)
 
     def must_stop(self) -> bool:

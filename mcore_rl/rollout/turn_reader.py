@@ -87,13 +87,15 @@ class TurnReader:
         except Exception as error:  # whatever a parser raises on a model's text
             self._warn(error)
             return Turn(content=text, is_malformed=True)
-        found = tuple(ToolCall(each.name, each.arguments, each.id or "") for each in calls or ())
-        if not (found or content is not None or is_cut or self._form.marks_answers):
+        tool_calls = tuple(
+            ToolCall(each.name, each.arguments, each.id or "") for each in calls or ()
+        )
+        if not (tool_calls or content is not None or is_cut or self._form.marks_answers):
             if thought_end not in text:
                 content, reasoning = reasoning, None  # an answer without reasoning
         is_thought = content is None and reasoning is not None
-        is_malformed = not found and self._begins_call(text, is_thought=is_thought)
-        return Turn(content or "", reasoning or "", found, is_malformed)
+        is_malformed = not tool_calls and self._begins_call(text, is_thought=is_thought)
+        return Turn(content or "", reasoning or "", tool_calls, is_malformed)
 
     def _begins_call(self, text: str, *, is_thought: bool) -> bool:
         """Return whether a turn begins a call behind its reasoning, which `is_thought` if nothing
@@ -121,7 +123,9 @@ def _request(tools: str) -> Any:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
     message = {"role": "user", "content": ""}
-    choice = {"tools": found, "tool_choice": "auto"} if (found := json.loads(tools)) else {}
+    choice = (
+        {"tools": definitions, "tool_choice": "auto"} if (definitions := json.loads(tools)) else {}
+    )
     return ChatCompletionRequest(model="", messages=[message], **choice)
 
 
@@ -144,7 +148,7 @@ def _parser_class(tokenizer: Any, tool_parser: str, reasoning_parser: str | None
     # The two parsers of gpt-oss only stand for the one that vLLM returns with `is_harmony`.
     whole = {"is_harmony": True} if tool_parser == "openai" else {}
     try:
-        found: Any = ParserManager.get_parser(
+        parser: Any = ParserManager.get_parser(
             tool_parser_name=tool_parser,
             reasoning_parser_name=reasoning_parser,
             enable_auto_tools=True,
@@ -152,11 +156,11 @@ def _parser_class(tokenizer: Any, tool_parser: str, reasoning_parser: str | None
             **whole,
         )
         # With a turn of no tokens: that of gpt-oss then loads its vocabulary, or downloads it.
-        found(tokenizer).parse("", _request("[]"), model_output_token_ids=[])
+        parser(tokenizer).parse("", _request("[]"), model_output_token_ids=[])
     except Exception as error:  # it lacks a token, or the parser is for a tokenizer of its own
         raise UsageError(
             f"cannot be used with this tokenizer ({type(error).__name__}: {error})",
             flag=f"--rl-tool-parser {tool_parser}",
             remedy="choose another parser, or none",
         ) from error
-    return found
+    return parser

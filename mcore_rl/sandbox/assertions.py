@@ -303,8 +303,8 @@ def _truth_of(node: ast.expr) -> ast.expr:
 
 def _plan(node: ast.expr, leaves: list[str]) -> Evaluate:
     """Return an evaluator of `node` from the values of `leaves`, to which it adds its own."""
-    found, value = constant(node)
-    if found:
+    is_constant, value = constant(node)
+    if is_constant:
         return lambda _: value
     return _tolerance(node, leaves) or _leaf(node, leaves)
 
@@ -373,7 +373,7 @@ def _tolerance(node: ast.expr, leaves: list[str]) -> Evaluate | None:
             "isclose",
         ) and (constant(left)[0] or constant(right)[0]):
             options = {each.arg: constant(each.value) for each in keywords}
-            if None in options or not all(found for found, _ in options.values()):
+            if None in options or not all(is_constant for is_constant, _ in options.values()):
                 return None
             named = {str(name): value for name, (_, value) in options.items()}
             of_left, of_right = _plan(left, leaves), _plan(right, leaves)

@@ -232,5 +232,5 @@ def _is_always(test: ast.expr, truth: bool) -> bool:
             return truth
         case ast.Compare(ast.Name("__name__"), [ast.NotEq()], [ast.Constant("__main__")]):
             return not truth
-    found, value = constant(test)
-    return found and bool(value) == truth
+    is_constant, value = constant(test)
+    return is_constant and bool(value) == truth

@@ -25,7 +25,7 @@ def code_in(text: str) -> str | None:
     which may not. Its tag is `python`, `py`, `python3` or the like, in any case, or missing. Reads
     each line once, so the time is linear in the length of the text, whatever a policy writes.
     """
-    found: str | None = None
+    code: str | None = None
     fence: _Fence | None = None
     lines: list[str] = []
     for line in text.split("\n"):
@@ -39,10 +39,10 @@ def code_in(text: str) -> str | None:
             continue
         before = line[: line.find(fence.mark)]
         if fence.is_python:
-            found = "".join(lines) + before.rstrip() if before.strip() else "".join(lines)
+            code = "".join(lines) + before.rstrip() if before.strip() else "".join(lines)
         # A tag after it begins the next block: the fence between the two is missing.
         fence, lines = (_opening(line), []) if rest.strip() else (None, [])
-    return found
+    return code
 
 
 def _opening(line: str) -> _Fence | None:

@@ -156,12 +156,14 @@ class _Reader:
     def _imports_of_tests(self) -> list[str]:
         """Return the tests' imports, which code may use: data sets run both as one module."""
         texts = [test for test in self._tests if isinstance(test, Text)]
-        found = [
+        imports = [
             ast.unparse(node)
             for node in itertools.chain.from_iterable(test.module.body for test in texts)
             if isinstance(node, ast.Import | ast.ImportFrom)
         ]
-        return [f"try:\n    {line}\nexcept ImportError:\n    pass" for line in dict.fromkeys(found)]
+        return [
+            f"try:\n    {line}\nexcept ImportError:\n    pass" for line in dict.fromkeys(imports)
+        ]
 
     def read(self, value: Any, nested: int = 0) -> None:
         """Add the tests of an answer, or of a part of it."""
@@ -373,8 +375,8 @@ def _literal(text: Any) -> Any:
     if not isinstance(text, str):
         return text
     try:
-        found, value = constant(ast.parse(text.strip(), mode="eval").body)
-        return json.loads(json.dumps(value)) if found else parse_json(text)
+        is_constant, value = constant(ast.parse(text.strip(), mode="eval").body)
+        return json.loads(json.dumps(value)) if is_constant else parse_json(text)
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return text
 
@@ -388,8 +390,10 @@ def _parsed(text: Any) -> Any:
 
 def _container(value: Any) -> Any:
     """Return the list or object of a JSON text; any other value unchanged."""
-    found = _parsed(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value
-    return found if isinstance(found, list | dict) else value
+    parsed = (
+        _parsed(value) if isinstance(value, str) and value.lstrip()[:1] in ("[", "{") else value
+    )
+    return parsed if isinstance(parsed, list | dict) else value
 
 
 def _with_integer_keys(value: Any) -> Any:
@@ -435,5 +439,5 @@ def _setup_texts(fields: Mapping[str, Any]) -> list[str]:
     return [*_texts(fields, "test_imports"), *_texts(fields, "test_setup_code")]
 
 
-def _refuse(found: str) -> NoReturn:
-    raise InvalidData(found)
+def _refuse(problem: str) -> NoReturn:
+    raise InvalidData(problem)

@@ -127,14 +127,14 @@ class Grading:
         """Run the steps with a stub in place of the code, before any code has run. Return each with
         whether it must also fail later; failures due to a missing module or name do not count."""
         texts = [test for test in self._suite.tests if isinstance(test, Text)]
-        found: list[tuple[str, bool]] = []
+        steps: list[tuple[str, bool]] = []
         sources = stubbed_steps([test.module for test in texts], self._suite.setup)
         for source in sources[:_MAX_STUBBED]:
             reply = _checked((yield {"do": source, "space": _SPACE_BEFORE}))
             output = _text(reply.fields.get("error")) + reply.stdout
             is_known = not any(name in output for name in _NOT_THERE)
-            found.append((source, is_known and reply.fields.get("ended") is False))
-        return found
+            steps.append((source, is_known and reply.fields.get("ended") is False))
+        return steps
 
     def _plan(self, stubbed: Sequence[tuple[str, bool]]) -> list[tuple[int | None, Dialogue]]:
         """Return the steps of all tests in order, with the position of their test, and probes at

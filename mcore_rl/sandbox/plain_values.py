@@ -260,10 +260,10 @@ class PlainValues:
         if any("_settled" in each.__globals__ for each in functions):
             return False  # defined by the tests
         module = sys.modules.get(members.get("__module__"))
-        found: Any = module
+        resolved: Any = module
         for name in type.__dict__["__qualname__"].__get__(kind).split("."):
-            found = vars(found).get(name) if hasattr(found, "__dict__") else None
-        return module is None or vars(module) is self.module or found is not kind
+            resolved = vars(resolved).get(name) if hasattr(resolved, "__dict__") else None
+        return module is None or vars(module) is self.module or resolved is not kind
 
     def _copy(self, value: Any, depth: int) -> Any:
         if value is None or value is True or value is False:
@@ -371,12 +371,12 @@ def _is_true_of_anything(value: Any, method: str) -> bool:
     kind = type(value)
     if not type.__dict__["__flags__"].__get__(kind) & _HEAP_TYPE:
         return False
-    found = _method(kind, method)
-    if type(found) is not types.FunctionType:
+    function = _method(kind, method)
+    if type(function) is not types.FunctionType:
         return False
     for other in (object(), random.random() * 1e300, random.getrandbits(64), repr(random.random())):
         with contextlib.suppress(Exception):
-            if (answer := found(value, other)) is not NotImplemented and answer:
+            if (answer := function(value, other)) is not NotImplemented and answer:
                 return True
     return False
 

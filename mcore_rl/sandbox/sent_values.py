@@ -27,10 +27,10 @@ class Array(list[Any]):
 
     def element(self) -> Any:
         """Return the only element. Raises TypeError if there are more."""
-        found = _elements(self)
-        if len(found) != 1:
+        elements = _elements(self)
+        if len(elements) != 1:
             raise TypeError("the truth of an array with several elements is ambiguous")
-        return found[0]
+        return elements[0]
 
     def _pair(self, other: Any) -> tuple[Any, Any]:
         return self.element(), Array([other]).element()

@@ -201,21 +201,21 @@ class Actor:
         return self.runner.global_sum(torch.stack(masks).sum(dim=1).double()).tolist()
 
     def _keywords(self, rows: ModelRows, samples: TrainBatch) -> dict[str, object]:
-        found: dict[str, object] = {
+        keywords: dict[str, object] = {
             "target_ids": rows.target_ids,
             "scored": rows.scored,
             "temperature": self._temperature,
         }
         if samples.top_tokens is not None and samples.advantages is not None:  # in updates
             log_probs, ids = self.runner.in_rows(samples.top_tokens, rows).chunk(2, dim=-1)
-            return {**found, "engine": EngineTopK(ids.long(), log_probs, self._mismatch_config)}
+            return {**keywords, "engine": EngineTopK(ids.long(), log_probs, self._mismatch_config)}
         if samples.teacher_outputs is None:
-            return found
+            return keywords
         outputs = self.runner.in_rows(samples.teacher_outputs, rows)
         if self._teacher.with_hidden:
-            return {**found, "teacher": TeacherHidden(outputs, self.teacher_head)}
+            return {**keywords, "teacher": TeacherHidden(outputs, self.teacher_head)}
         log_probs, ids = outputs.chunk(2, dim=-1)
-        return {**found, "teacher": TeacherTopK(ids.long(), log_probs)}
+        return {**keywords, "teacher": TeacherTopK(ids.long(), log_probs)}
 
     def _loss(
         self,
@@ -289,28 +289,28 @@ class Actor:
         old_log_probs = samples.old_log_probs
         if old_log_probs is not None and samples.top_tokens is None:
             return old_log_probs, samples.weights, None
-        found = mismatch_weights(
+        mismatch = mismatch_weights(
             log_probs,
             samples.rollout_log_probs,
             samples.loss_mask,
             samples.lengths,
             self._mismatch_config,
         )
-        weights = None if self._mismatch_config.correction == "none" else found.weights
+        weights = None if self._mismatch_config.correction == "none" else mismatch.weights
         if old_log_probs is not None:
             return old_log_probs, weights, None
         old_log_probs = samples.rollout_log_probs if self._old_is_rollout else log_probs
-        return old_log_probs, weights, found.sums
+        return old_log_probs, weights, mismatch.sums
 
 
 def predicted(loss_mask: torch.Tensor, lengths: torch.Tensor, ahead: int) -> torch.Tensor:
     """Return `[t]` bool: whether the token `ahead` positions after a position's target belongs to
     the same sample and counts."""
     sample_ids = Segments.of(lengths, loss_mask).sample_ids
-    found = torch.zeros_like(loss_mask)
+    is_predicted = torch.zeros_like(loss_mask)
     stop = max(0, len(loss_mask) - ahead)
-    found[:stop] = loss_mask[ahead:] & (sample_ids[ahead:] == sample_ids[:stop])
-    return found
+    is_predicted[:stop] = loss_mask[ahead:] & (sample_ids[ahead:] == sample_ids[:stop])
+    return is_predicted
 
 
 def mtp_cross_entropy(

@@ -334,8 +334,8 @@ def _date(job: Job) -> str:
     that a resumed run draws the same prompts. Collective."""
     resumes = job.args.load is not None and not job.args.finetune
     known = date_of_checkpoints(Path(job.args.load)) if resumes else None
-    found: str = objects.broadcast(known or date.today().isoformat())
-    return found
+    day: str = objects.broadcast(known or date.today().isoformat())
+    return day
 
 
 def _require_same_prompts(prompts: Drawn, config: RLConfig) -> None:
@@ -466,11 +466,11 @@ def build_offloader(
     states = [state, critic.served.model.state] if isinstance(critic, LocalRole) else [state]
 
     def train_tensors() -> dict[str, list[tuple[str, torch.Tensor]]]:
-        found: dict[str, list[tuple[str, torch.Tensor]]] = {}
+        by_kind: dict[str, list[tuple[str, torch.Tensor]]] = {}
         for each in states:
             for kind, tensors in megatron_adapter.train_tensors(each).items():
-                found.setdefault(kind, []).extend(tensors)
-        return found
+                by_kind.setdefault(kind, []).extend(tensors)
+        return by_kind
 
     return Offloader(
         train_tensors,

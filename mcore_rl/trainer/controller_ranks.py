@@ -48,7 +48,7 @@ class Wait:
         return self._seconds + (0.0 if self._since is None else self._clock() - self._since)
 
     def begin(self) -> None:
-        """Begin to wait, or go on."""
+        """Begin to wait, or continue."""
         if self._since is None:
             self._since = self._clock()
 

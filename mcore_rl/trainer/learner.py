@@ -171,10 +171,10 @@ class Learner:
         estimator = find_advantage_estimator(self.recipe.advantage)
         if not estimator.compares_group:
             return is_trained
-        found = [self._comparison.informative(table, group_ids)]
+        informative = [self._comparison.informative(table, group_ids)]
         if self.teachers is not None:
-            found.append(group_ids[self.teachers.teacher_of(table) >= 0])
-        return is_trained & np.isin(groups, np.concatenate(found))
+            informative.append(group_ids[self.teachers.teacher_of(table) >= 0])
+        return is_trained & np.isin(groups, np.concatenate(informative))
 
     @property
     def _comparison(self) -> GroupComparison:
@@ -221,7 +221,7 @@ class Learner:
             if self.recipe.mismatch_correction != "none":
                 samples = dataclasses.replace(samples, weights=mismatch.weights)
         inputs = self._advantage_inputs(table, samples)
-        found = advantages_of_valid(
+        estimated = advantages_of_valid(
             find_advantage_estimator(self.recipe.advantage).function,
             inputs,
             self.recipe.advantage_config,
@@ -229,8 +229,8 @@ class Learner:
         )
         samples = dataclasses.replace(
             samples,
-            advantages=found.advantages,
-            returns=found.returns,
+            advantages=estimated.advantages,
+            returns=estimated.returns,
         )
         if samples.teacher_log_probs is not None:
             samples, of_teachers = self._with_penalties(samples)
@@ -448,11 +448,11 @@ class Learner:
     def rates(self) -> dict[str, float]:
         """Return learning rates of the step's last updates, the step's coefficients, and the
         critic's metrics."""
-        found = {"learning_rate": self.actor.optimizer.learning_rate}
+        rates = {"learning_rate": self.actor.optimizer.learning_rate}
         if self.critic is not None:
-            found.update(self.critic.metrics())
+            rates.update(self.critic.metrics())
         if self.recipe.kl_place == "reward" and not self.recipe.is_supervised:
-            found["kl/coef"] = self._kl_coef
+            rates["kl/coef"] = self._kl_coef
         if self.recipe.entropy_target is not None:
-            found["entropy_coef"] = self._entropy_coef
-        return found
+            rates["entropy_coef"] = self._entropy_coef
+        return rates

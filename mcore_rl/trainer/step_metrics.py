@@ -64,15 +64,15 @@ def source_metrics(
     metrics = part_metrics(table, rewards.names, is_used) if len(rewards.names) > 1 else {}
     for number, name in enumerate(prompts.names):
         own = sources == number
-        found = table.rewards[own & table.has_reward]
+        own_rewards = table.rewards[own & table.has_reward]
         metrics[f"source/{name}/prompts"] = float(len(np.unique(table.draws[own])))
         if own.any():
             metrics[f"source/{name}/response_tokens_mean"] = float(
                 table.response_lengths[own].mean()
             )
-        if len(found):
-            metrics[f"source/{name}/reward_mean"] = float(found.mean())
-            metrics[f"source/{name}/accuracy"] = float((found >= 1.0).mean())
+        if len(own_rewards):
+            metrics[f"source/{name}/reward_mean"] = float(own_rewards.mean())
+            metrics[f"source/{name}/accuracy"] = float((own_rewards >= 1.0).mean())
     return metrics
 
 
@@ -110,27 +110,27 @@ def mean_entropy(updates: Sequence[UpdateStats]) -> float:
 
 
 def _mtp_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    found = [update.mtp for update in updates if update.mtp is not None]
-    if not found:
+    of_mtp = [update.mtp for update in updates if update.mtp is not None]
+    if not of_mtp:
         return {}
-    return {"loss/mtp": sum(m.loss for m in found) / max(sum(m.num_tokens for m in found), 1.0)}
+    return {"loss/mtp": sum(m.loss for m in of_mtp) / max(sum(m.num_tokens for m in of_mtp), 1.0)}
 
 
 def _teacher_metrics(updates: Sequence[UpdateStats], num_tokens: float) -> dict[str, float]:
-    found = [update.teacher_kl for update in updates if update.teacher_kl is not None]
-    return {"loss/teacher": sum(found) / num_tokens} if found else {}
+    divergences = [update.teacher_kl for update in updates if update.teacher_kl is not None]
+    return {"loss/teacher": sum(divergences) / num_tokens} if divergences else {}
 
 
 def _centering_metrics(updates: Sequence[UpdateStats], num_tokens: float) -> dict[str, float]:
-    found = [update.centering for update in updates if update.centering is not None]
-    return functools.reduce(operator.add, found).metrics(num_tokens) if found else {}
+    sums = [update.centering for update in updates if update.centering is not None]
+    return functools.reduce(operator.add, sums).metrics(num_tokens) if sums else {}
 
 
 def _demonstration_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
-    found = [update.demonstrations for update in updates if update.demonstrations is not None]
-    if not found:
+    sums = [update.demonstrations for update in updates if update.demonstrations is not None]
+    if not sums:
         return {}
-    return {"loss/sft": sum(t.loss for t in found) / max(sum(t.num_tokens for t in found), 1.0)}
+    return {"loss/sft": sum(t.loss for t in sums) / max(sum(t.num_tokens for t in sums), 1.0)}
 
 
 def _indexer_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
@@ -138,11 +138,11 @@ def _indexer_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:
         "loss/indexer": [update.indexer_loss for update in updates],
         "mismatch/indexer_replaced": [update.indexer_replaced for update in updates],
     }
-    found = {
+    known = {
         name: [value for value in values if value is not None]
         for name, values in of_updates.items()
     }
-    return {name: float(np.mean(values)) for name, values in found.items() if values}
+    return {name: float(np.mean(values)) for name, values in known.items() if values}
 
 
 def mismatch_metrics(sums: MismatchSums) -> dict[str, float]:

@@ -181,12 +181,12 @@ def supervised_metrics(
     The loss is the mean over all tokens to learn of the step, or, with another aggregation than
     token_mean, over its updates."""
     measured = update_metrics(updates)
-    found = {name: value for name, value in measured.items() if not name.startswith(_OF_SAMPLES)}
+    metrics = {name: value for name, value in measured.items() if not name.startswith(_OF_SAMPLES)}
     if len(np.unique(table.draws)) == len(table):  # one sample per row
-        found["loss/sft"] = measured["loss/policy"]
+        metrics["loss/sft"] = measured["loss/policy"]
         if aggregation != "token_mean":
             losses = [float(update.sums.aggregated) for update in updates]
-            found["loss/sft"] = float(np.mean(losses))
-    found["sft/trained_tokens"] = sum(float(update.sums.num_tokens) for update in updates)
-    found["sft/sample_tokens_mean"] = float(table.lengths.mean())
-    return found
+            metrics["loss/sft"] = float(np.mean(losses))
+    metrics["sft/trained_tokens"] = sum(float(update.sums.num_tokens) for update in updates)
+    metrics["sft/sample_tokens_mean"] = float(table.lengths.mean())
+    return metrics

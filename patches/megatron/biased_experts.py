@@ -61,8 +61,10 @@ def _over_several(reduce: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `reduce` over the tensor-parallel group so that a group of one rank skips it."""
     from megatron.core.utils import get_tensor_model_parallel_group_if_none
 
-    found = parameters_of(reduce)
-    require(found[:2] == ("input_", "group"), reduce.__qualname__, f"takes {', '.join(found)}")
+    parameters = parameters_of(reduce)
+    require(
+        parameters[:2] == ("input_", "group"), reduce.__qualname__, f"takes {', '.join(parameters)}"
+    )
 
     @functools.wraps(reduce)
     def reduce_over_several(input_: Any, group: Any = None, *args: Any, **kwargs: Any) -> Any:

@@ -209,8 +209,8 @@ def _all_gather(
     assert not async_op, "Megatron waits for pieces of different lengths"
     padded = [_padded(each, longest) for each in pieces]
     torch.distributed.all_gather(padded, _padded(piece, longest), group=group)
-    for each, found in zip(pieces, padded, strict=True):
-        each.copy_(found[: len(each)])
+    for each, gathered in zip(pieces, padded, strict=True):
+        each.copy_(gathered[: len(each)])
 
 
 def _reduce_scatter(
@@ -273,11 +273,11 @@ def _replace_shared_methods() -> None:
 
     @functools.wraps(tensor_type)
     def type_of_tensor(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        found = tensor_type(self, *args, **kwargs)
+        type_name = tensor_type(self, *args, **kwargs)
         if args or kwargs or not _called_by_megatron():
-            return found
+            return type_name
         # The optimizers sort parameters by names such as "torch.cuda.FloatTensor".
-        return found.replace("torch.", "torch.cuda.", 1)
+        return type_name.replace("torch.", "torch.cuda.", 1)
 
     # The replacements take any arguments; torch declares specific ones.
     torch.Tensor.cuda = cuda_of_tensor  # type: ignore[assignment, method-assign]

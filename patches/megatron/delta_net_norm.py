@@ -48,8 +48,8 @@ class PlainNorm:
 
 def has_delta_net() -> bool:
     """Return whether this Megatron has the package of delta nets."""
-    found = importlib.util.find_spec("megatron.core.ssm.gated_delta_net")
-    return found is not None and found.submodule_search_locations is not None
+    spec = importlib.util.find_spec("megatron.core.ssm.gated_delta_net")
+    return spec is not None and spec.submodule_search_locations is not None
 
 
 def apply() -> None:

@@ -81,18 +81,18 @@ def sorted_by_optimizer(
         alike = [other for other in groups if is_same_kind(group, other, keys)]
         # Prefer groups of the same kind.
         alike.sort(key=lambda other: other.get(_EXPERT) != group.get(_EXPERT))
-        found = {**(alike[0] if alike else group), _EXPERT: group.get(_EXPERT)}
-        return found | ({"step": max(steps)} if steps else {})
+        settings = {**(alike[0] if alike else group), _EXPERT: group.get(_EXPERT)}
+        return settings | ({"step": max(steps)} if steps else {})
 
     common = {
         key: value
         for key, value in stored[0].items()
         if not isinstance(key, int) and key not in ("optimizer", "param_state")
     }
-    found = {}
+    states = {}
     for number, own_groups in enumerate(groups_of):
         place = state_dict.get(number, {}) if len(groups_of) > 1 else state_dict
-        found[number] = {
+        states[number] = {
             **common,
             **({"param_state": place["param_state"]} if "param_state" in place else {}),
             "optimizer": {
@@ -100,7 +100,7 @@ def sorted_by_optimizer(
                 "param_groups": [like(group) for group in own_groups],
             },
         }
-    return found if len(groups_of) > 1 else found[0]
+    return states if len(groups_of) > 1 else states[0]
 
 
 PATCH = Patch(

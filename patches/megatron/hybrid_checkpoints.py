@@ -77,7 +77,7 @@ def _renamed(state: Any) -> Any:
 
 
 def _as_in_gpt(name: str) -> str:
-    name = _LAYER.sub(lambda found: f"decoder.layers.{int(found[1]) // 2}.", name)
+    name = _LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) // 2}.", name)
     return _NORM.sub("decoder.final_layernorm.", name)
 
 

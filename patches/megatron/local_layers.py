@@ -169,7 +169,7 @@ class SDPACoreAttention(torch.nn.Module):
         if len(batches) == 1 and batches[0].is_whole_row:
             context = self._attend(*(x.unsqueeze(1) for x in (query, key, value)))
             return context.squeeze(1).to(dtype)
-        found = []
+        outputs = []
         for batch in batches:
             shape = batch.queries.shape
             queries, keys, values = (
@@ -177,11 +177,11 @@ class SDPACoreAttention(torch.nn.Module):
                 for x, places in ((query, batch.queries), (key, batch.keys), (value, batch.keys))
             )
             context = self._attended(queries, keys, values, batch.visible)
-            found.append(context.transpose(1, 2).reshape(shape.numel(), *context.shape[1::2]))
+            outputs.append(context.transpose(1, 2).reshape(shape.numel(), *context.shape[1::2]))
         # Skip padding.
         taken = torch.cat([batch.is_query.flatten() for batch in batches]).nonzero().flatten()
         rows = torch.cat([batch.queries.flatten() for batch in batches])[taken]
-        return torch.cat(found).index_select(0, taken[rows.argsort()]).to(dtype)
+        return torch.cat(outputs).index_select(0, taken[rows.argsort()]).to(dtype)
 
     def _in_order_of_the_row(
         self, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor

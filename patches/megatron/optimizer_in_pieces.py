@@ -94,8 +94,8 @@ def _state_in_pieces(
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
-    found, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
-    saved_as = {sharded.data: sharded for sharded in nested_values(found)}
+    tensors, _ = extract_sharded_tensors_and_factories(model_sharded_state_dict)
+    saved_as = {sharded.data: sharded for sharded in nested_values(tensors)}
     states: dict[int, dict[str, Any]] = {}
     for number, (parameter, start, stop) in enumerate(_shares(self)):
         sharded = saved_as[parameter]

@@ -53,13 +53,13 @@ def apply() -> None:
 
     upstream, rotate = rope_utils._apply_rotary_pos_emb_thd, rope_utils._apply_rotary_pos_emb_bshd
     parameters = parameters_of(upstream)
-    found = " ".join(parameters)
+    names = " ".join(parameters)
     require(
-        found in _KNOWN,
+        names in _KNOWN,
         "rope_utils._apply_rotary_pos_emb_thd",
         f"takes {', '.join(parameters)}, which matches no known list of parameters",
     )
-    require_parameters(rotate, _KNOWN[found])
+    require_parameters(rotate, _KNOWN[names])
 
     def all_at_once(
         t: Any, cu_seqlens: Any, freqs: Any, *args: Any, cp_group: Any = None, **kwargs: Any

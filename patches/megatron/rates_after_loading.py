@@ -62,12 +62,14 @@ def stored_rates(
 ) -> dict[str, Any]:
     """Return the rates of the stored group that equals `group` in all other settings. Empty if no
     group does, or if several do and their rates differ."""
-    found = [
+    candidates = [
         {rate: other.get(rate) for rate in RATES}
         for other in stored
         if is_same_kind(group, other, identifiers)
     ]
-    return found[0] if found and all(rates == found[0] for rates in found) else {}
+    return (
+        candidates[0] if candidates and all(rates == candidates[0] for rates in candidates) else {}
+    )
 
 
 def is_same_kind(

@@ -78,8 +78,8 @@ class Chunks:
         total = self.cut(log_decay.unsqueeze(-1)).double().cumsum(2)
         between = (total - total.transpose(2, 3)).tril().exp().tril()
         whole = total[:, :, -1:]
-        found = (total.exp(), between, (whole - total).exp(), whole.exp())
-        return tuple(x.float() for x in found)
+        factors = (total.exp(), between, (whole - total).exp(), whole.exp())
+        return tuple(x.float() for x in factors)
 
     def joined(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[m, n, c, d]` as `[b * s, n, d]`, without padding."""
@@ -107,19 +107,19 @@ class Chunks:
         steps = [x.split(self.per_step) for x in (query, inside, value, key_to_end, decay)]
         corrections = corrected_by.split(self.per_step) if corrected_by is not None else None
         state: torch.Tensor | None = None
-        found = []
+        outputs = []
         for step, source in enumerate(self.sources.split(self.per_step)):
             query, inside, value, key_to_end, decay = (of_step[step] for of_step in steps)
             if state is None:  # nothing precedes the first step
-                found.append(inside @ value)
+                outputs.append(inside @ value)
                 state = key_to_end @ value
                 continue
             state = state.index_select(0, source)
             if corrections is not None:
                 value = value - corrections[step] @ state
-            found.append(query @ state + inside @ value)
+            outputs.append(query @ state + inside @ value)
             state = state * decay + key_to_end @ value
-        return torch.cat(found)
+        return torch.cat(outputs)
 
 
 def chunks_of(bounds: torch.Tensor, prefix_of: torch.Tensor | None) -> Chunks:
@@ -161,8 +161,8 @@ def _earlier(
         return (place - distance).clamp(min=0), inside >= 0
     in_prefix = bounds[prefix_of.long() + 1][segment] + inside
     shared = prefix_lengths(bounds, prefix_of)[segment]
-    found = torch.where(inside >= 0, place - distance, in_prefix)
-    return found.clamp(min=0), inside + shared >= 0
+    earlier = torch.where(inside >= 0, place - distance, in_prefix)
+    return earlier.clamp(min=0), inside + shared >= 0
 
 
 def segments_of(

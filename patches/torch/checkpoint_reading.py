@@ -58,9 +58,9 @@ class _MetadataPickle:
             content = file.read(unpickler.MAX_BYTES + 1)
             if len(content) > unpickler.MAX_BYTES:
                 raise unpickler.ForbiddenContent(f"more than {unpickler.MAX_BYTES} bytes")
-            found = unpickler.read_metadata(content)
-            _check_files(found, Path(name).parent if Path(name).is_file() else None)
-            return found
+            metadata = unpickler.read_metadata(content)
+            _check_files(metadata, Path(name).parent if Path(name).is_file() else None)
+            return metadata
         except UsageError as error:
             self.refusal = error
         except unpickler.ForbiddenContent as error:
@@ -73,10 +73,10 @@ class _MetadataPickle:
         raise self.refusal
 
 
-def _check_files(found: Any, folder: Path | None) -> None:
+def _check_files(metadata: Any, folder: Path | None) -> None:
     """Raise UsageError if a checkpoint file is missing or shorter than its metadata states."""
     ends: dict[str, int] = {}
-    for info in (found.storage_data or {}).values():
+    for info in (metadata.storage_data or {}).values():
         end = info.offset + info.length
         ends[info.relative_path] = max(end, ends.get(info.relative_path, 0))
     for name, end in sorted(ends.items()) if folder is not None else ():
@@ -139,8 +139,8 @@ def _require_uncompressed(stored: io.BytesIO | str) -> None:
 
 def _class_in(message: str) -> str:
     """Return the class that torch's unpickler refused, from its message of several lines."""
-    _, found, rest = message.partition("GLOBAL ")
-    return rest.split()[0] if found else message.partition("\n")[0]
+    _, separator, rest = message.partition("GLOBAL ")
+    return rest.split()[0] if separator else message.partition("\n")[0]
 
 
 def _refusal(place: str, what: str) -> UsageError:
@@ -192,11 +192,11 @@ def apply() -> None:
 
     def load_bytes(self: Any, read_item: Any, value: io.BytesIO) -> None:
         name = read_item.dest_index.fqn
-        found = load_object(value, f"the object {name} of the checkpoint")
+        loaded = load_object(value, f"the object {name} of the checkpoint")
         if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[name], found)
+            set_element(self.original_state_dict, self.mappings[name], loaded)
         else:
-            self.state_dict[name] = found
+            self.state_dict[name] = loaded
 
     reading = _MetadataPickle()
     filesystem.pickle = reading  # type: ignore[assignment]  # in the place of the module

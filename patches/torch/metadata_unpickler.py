@@ -64,8 +64,8 @@ class _Unpickler(pickle._Unpickler):
     # The one in Python: the one in C allocates a memo as large as the index that a file names.
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(found := vars(torch).get(name), torch.dtype):
-            return found
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
         if (module, name) not in _NAMES:
             raise ForbiddenContent(f"{module}.{name}")
         return _NAMES[module, name]
@@ -106,20 +106,20 @@ def read_metadata(content: bytes) -> metadata.Metadata:
     """
     members = [member for kind in _ENUMS for member in kind]
     with unchanged([*_CLASSES, PosixPath, PurePosixPath, *members]):
-        found = _Unpickler(io.BytesIO(content)).load()
-        if type(found) is not metadata.Metadata:
-            raise ForbiddenContent(f"a {type(found).__name__} instead of metadata")
-        _check_places(found)
-    return found
+        loaded = _Unpickler(io.BytesIO(content)).load()
+        if type(loaded) is not metadata.Metadata:
+            raise ForbiddenContent(f"a {type(loaded).__name__} instead of metadata")
+        _check_places(loaded)
+    return loaded
 
 
-def _check_places(found: metadata.Metadata) -> None:
+def _check_places(loaded: metadata.Metadata) -> None:
     """Raise ForbiddenContent unless all storage lies in the folder, and all chunks in a tensor."""
-    for info in (found.storage_data or {}).values():
+    for info in (loaded.storage_data or {}).values():
         name = info.relative_path
         if plain_file_name(name) != name or not _are_counts((info.offset, info.length)):
             raise ForbiddenContent("a _StorageInfo of other values than a file and a part of it")
-    for key, tensor in found.state_dict_metadata.items():
+    for key, tensor in loaded.state_dict_metadata.items():
         if isinstance(tensor, metadata.BytesStorageMetadata):
             continue
         for chunk in tensor.chunks:

@@ -97,12 +97,12 @@ def _widened(kernel: Callable[..., Any], slow: frozenset[torch.dtype]) -> Callab
         dtype = next((arg.dtype for arg in args if isinstance(arg, torch.Tensor)), None)
         if dtype not in slow:
             return kernel(*args, **kwargs)
-        found = kernel(*_wide(args, dtype), **_wide_values(kwargs, dtype))
-        if isinstance(found, torch.Tensor):
-            return found.to(dtype)
-        if len(found) == 2:  # attention's output, and the log-sum-exp
-            return found[0].to(dtype), found[1]
-        return tuple(gradient.to(dtype) for gradient in found)
+        results = kernel(*_wide(args, dtype), **_wide_values(kwargs, dtype))
+        if isinstance(results, torch.Tensor):
+            return results.to(dtype)
+        if len(results) == 2:  # attention's output, and the log-sum-exp
+            return results[0].to(dtype), results[1]
+        return tuple(gradient.to(dtype) for gradient in results)
 
     return widened
 
@@ -117,10 +117,10 @@ def _widened_into(
         if args[0].dtype not in slow:
             narrow: torch.Tensor = kernel(*args, out=out, **kwargs)
             return narrow
-        found = operator(*_wide(args, args[0].dtype), **kwargs)
-        if out.shape != found.shape:
-            out.resize_(found.shape)
-        return out.copy_(found)
+        result = operator(*_wide(args, args[0].dtype), **kwargs)
+        if out.shape != result.shape:
+            out.resize_(result.shape)
+        return out.copy_(result)
 
     return widened
 

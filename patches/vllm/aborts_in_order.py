@@ -33,8 +33,8 @@ def apply() -> None:
         self: Any, request_ids: str | Iterable[str] | None, finished_status: Any
     ) -> list[Any]:
         if request_ids is None or isinstance(request_ids, str):
-            found: list[Any] = finish(self, request_ids, finished_status)
-            return found
+            finished: list[Any] = finish(self, request_ids, finished_status)
+            return finished
         return [one for each in request_ids for one in finish(self, each, finished_status)]
 
     Scheduler.finish_requests = finish_requests

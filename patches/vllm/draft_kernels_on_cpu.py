@@ -48,8 +48,8 @@ def needed() -> bool:
 
 def _dispatchers() -> Iterator[Any]:
     for module, names in _REPLACED.items():
-        found = vars(importlib.import_module(module))
-        yield from (found[name] for name in names if name in found)
+        attributes = vars(importlib.import_module(module))
+        yield from (attributes[name] for name in names if name in attributes)
 
 
 def apply() -> None:

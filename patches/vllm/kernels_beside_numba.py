@@ -30,8 +30,8 @@ def apply() -> None:
     require_source(dispatcher._rebind_kernels, 'vars(value).get("kernel")')
 
     def dictionary_of(value: Any) -> Mapping[str, Any]:
-        found = vars(value)
-        return found if isinstance(found, Mapping) else {}
+        dictionary = vars(value)
+        return dictionary if isinstance(dictionary, Mapping) else {}
 
     vars(dispatcher)["vars"] = dictionary_of  # in that module, over the builtin
 

@@ -77,8 +77,8 @@ def apply() -> None:
             if return_softmax_lse:
                 sums.append(scores.logsumexp(dim=-1).transpose(0, 1).flatten(1))  # [n, b * s]
             q_start, kv_start = q_end, kv_end
-        found = torch.cat(outputs)
-        return (found, torch.cat(sums, dim=1)) if return_softmax_lse else found
+        joined = torch.cat(outputs)
+        return (joined, torch.cat(sums, dim=1)) if return_softmax_lse else joined
 
     CPUSDPAMLAPrefillBackend._ragged_sdpa = ragged_sdpa
 

@@ -112,11 +112,11 @@ def _require_order(coordinator: Any) -> None:
     import torch.distributed as dist
 
     for group in (coordinator.device_group, coordinator.cpu_group):
-        found = dist.get_process_group_ranks(group)
-        if found != list(coordinator.ranks):
+        ranks = dist.get_process_group_ranks(group)
+        if ranks != list(coordinator.ranks):
             raise RuntimeError(
                 f"rank {coordinator.rank}: vLLM's group {coordinator.unique_name} should hold the "
-                f"ranks {list(coordinator.ranks)} in this order, torch made it of {found}"
+                f"ranks {list(coordinator.ranks)} in this order, torch made it of {ranks}"
             )
 
 

@@ -74,9 +74,9 @@ def apply() -> None:
         # All ranks of the group call this twice, and agree on the name the first time.
         if not hasattr(communicator, "_mcore_rl_run"):
             mine = (run_name(), affinity, num_cores)
-            found: list[Any] = [None] * communicator.world_size
-            torch.distributed.all_gather_object(found, mine, communicator.device_group)
-            names, affinities, cores = zip(*found, strict=True)
+            everywhere: list[Any] = [None] * communicator.world_size
+            torch.distributed.all_gather_object(everywhere, mine, communicator.device_group)
+            names, affinities, cores = zip(*everywhere, strict=True)
             num_ranks = int(ranks_here or communicator.world_size)
             own_cores = _has_cores(affinities, min(cores), num_ranks)
             communicator._mcore_rl_run = names[0 if own_cores else communicator.rank_in_group]

@@ -44,8 +44,8 @@ def facts() -> dict[str, Any]:
         devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
     cores = len(os.sched_getaffinity(0))
     waits = waiting(Path(sys.prefix) / KEPT) if os.environ.get("PARTS") else {}
-    found = {"has_cuda": devices > 0, "devices": devices or cores}
-    return {**found, "missing": missing, "waits": waits}
+    machine = {"has_cuda": devices > 0, "devices": devices or cores}
+    return {**machine, "missing": missing, "waits": waits}
 
 
 if __name__ == "__main__":

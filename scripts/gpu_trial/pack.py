@@ -127,8 +127,8 @@ def tags_until(platform: str) -> list[str]:
 def _found(folder: Path, name: str, version: str) -> Path | None:
     """Return the wheel of a package in a folder."""
     for wheel in folder.glob("*.whl"):
-        package, found, *_ = wheel.name.split("-")
-        if (canonical(package), found.split("+")[0]) == (name, version):
+        package, release, *_ = wheel.name.split("-")
+        if (canonical(package), release.split("+")[0]) == (name, version):
             return wheel
     return None
 

@@ -57,9 +57,9 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Read `parts.json`; raises OSError, and ValueError if it is damaged."""
-        found = json.loads((folder / MANIFEST).read_text())
-        wheels = tuple(Wheel(**wheel) for wheel in found.pop("wheels"))
-        return cls(**{**found, "part_sha256": tuple(found["part_sha256"])}, wheels=wheels)
+        fields = json.loads((folder / MANIFEST).read_text())
+        wheels = tuple(Wheel(**wheel) for wheel in fields.pop("wheels"))
+        return cls(**{**fields, "part_sha256": tuple(fields["part_sha256"])}, wheels=wheels)
 
     def write(self, folder: Path) -> None:
         (folder / MANIFEST).write_text(json.dumps(asdict(self), indent=1) + "\n")
@@ -81,14 +81,14 @@ class Manifest:
 
 def arrived(folder: Path, manifest: Manifest) -> list[int]:
     """Return the numbers of the parts that are there. Raises ValueError for a damaged one."""
-    found = []
+    numbers = []
     for number, expected in enumerate(manifest.part_sha256, start=1):
         part = folder / f"part-{number}"
         if part.is_file():
             if hashlib.sha256(part.read_bytes()).hexdigest() != expected:
                 raise ValueError(f"{part} is damaged: copy it again")
-            found.append(number)
-    return found
+            numbers.append(number)
+    return numbers
 
 
 def waiting(folder: Path) -> dict[str, str]:
@@ -98,12 +98,12 @@ def waiting(folder: Path) -> dict[str, str]:
         return {}
     manifest = Manifest.read(folder)
     there = {n for n in range(1, len(manifest.part_sha256) + 1) if (folder / f"part-{n}").is_file()}
-    found = {}
+    waits = {}
     for group, modules in PROVIDES.items():
         if to_come := [n for n in manifest.parts_of(group) if n not in there]:
             text = f"part {', '.join(map(str, to_come))} of {len(manifest.part_sha256)}"
-            found.update(dict.fromkeys(modules, text))
-    return found
+            waits.update(dict.fromkeys(modules, text))
+    return waits
 
 
 def unpack(folder: Path, target: Path, but: Collection[str] = ()) -> Iterator[Path]:

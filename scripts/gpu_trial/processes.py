@@ -69,14 +69,14 @@ def run_limited(
 def processes_of(mark: str) -> list[int]:
     """Return the living processes whose environment has the mark, in any session."""
     wanted = f"{MARK}={mark}".encode()
-    found = []
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if wanted in (folder / "environ").read_bytes().split(b"\0"):
                 state = re.search(r"^State:\s+(\S)", (folder / "status").read_text(), re.MULTILINE)
                 if state and state[1] not in "ZX" and int(folder.name) != os.getpid():
-                    found.append(int(folder.name))
-    return found
+                    pids.append(int(folder.name))
+    return pids
 
 
 def end_all(process: subprocess.Popen[Any], mark: str, grace_seconds: float) -> None:
@@ -108,5 +108,5 @@ def memory_in_use() -> list[int]:
         return [int(line) << 20 for line in done.stdout.split()]
     except (OSError, ValueError, subprocess.SubprocessError):
         text = Path("/proc/meminfo").read_text()
-        found = dict(re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE))
-        return [(int(found["MemTotal"]) - int(found["MemAvailable"])) << 10]
+        memory = dict(re.findall(r"^(\w+):\s+(\d+) kB", text, re.MULTILINE))
+        return [(int(memory["MemTotal"]) - int(memory["MemAvailable"])) << 10]

@@ -118,25 +118,25 @@ def ended(run: str) -> str | None:
 
 
 def verified(name: str, file: str) -> str | None:
-    found = json.loads(Path(file).read_text())
+    result = json.loads(Path(file).read_text())
     print(
-        f"verified {name}: stored by vLLM equal: {found['stored_equal']}; log-probs differ by "
-        f"{found['mean_abs_difference']:.4f} in the mean, {found['max_abs_difference']:.4f} at "
-        f"most; received by a rank: {found['received_bytes_max']:,} bytes"
+        f"verified {name}: stored by vLLM equal: {result['stored_equal']}; log-probs differ by "
+        f"{result['mean_abs_difference']:.4f} in the mean, {result['max_abs_difference']:.4f} at "
+        f"most; received by a rank: {result['received_bytes_max']:,} bytes"
     )
-    if found["mean_abs_difference"] > LARGEST_MEAN_DIFFERENCE:
+    if result["mean_abs_difference"] > LARGEST_MEAN_DIFFERENCE:
         return f"{name}: log-probs differ by more than {LARGEST_MEAN_DIFFERENCE} in the mean"
-    return None if found["stored_equal"] else f"{name}: differs in {found['differing'][:3]}"
+    return None if result["stored_equal"] else f"{name}: differs in {result['differing'][:3]}"
 
 
 def rows(prompts: str, file: str) -> str | None:
     """Give each prompt its answer and a wrong one."""
-    found = [json.loads(line) for line in Path(prompts).read_text().splitlines()]
+    read_rows = [json.loads(line) for line in Path(prompts).read_text().splitlines()]
     pairs = [
         {"prompt": row["prompt"], "response": row["answer"], "chosen": row["answer"]}
-        | {"rejected": found[at - 1]["answer"]}
-        for at, row in enumerate(found)
-        if row["answer"] != found[at - 1]["answer"]
+        | {"rejected": read_rows[at - 1]["answer"]}
+        for at, row in enumerate(read_rows)
+        if row["answer"] != read_rows[at - 1]["answer"]
     ]
     Path(file).write_text("".join(json.dumps(row) + "\n" for row in pairs))
     return None
@@ -152,19 +152,19 @@ def servers(run: str) -> str | None:
 
 
 def names(checkpoint: str, exported: str) -> str | None:
-    expected, found = tensor_names(Path(checkpoint)), tensor_names(Path(exported))
-    print(f"{len(found)} tensors exported")
-    other = sorted(expected ^ found)
+    expected, exported_names = tensor_names(Path(checkpoint)), tensor_names(Path(exported))
+    print(f"{len(exported_names)} tensors exported")
+    other = sorted(expected ^ exported_names)
     return f"the export and the checkpoint differ in names: {other[:5]}" if other else None
 
 
 def tensor_names(folder: Path) -> set[str]:
     """Return the tensor names in the headers of all safetensors files of a checkpoint."""
-    found: set[str] = set()
+    names: set[str] = set()
     for file in folder.glob("*.safetensors"):
         with file.open("rb") as content:
-            found |= json.loads(content.read(int.from_bytes(content.read(8), "little"))).keys()
-    return found - {"__metadata__"}
+            names |= json.loads(content.read(int.from_bytes(content.read(8), "little"))).keys()
+    return names - {"__metadata__"}
 
 
 def metrics(one: str, other: str, *but: str) -> str | None:

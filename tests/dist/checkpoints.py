@@ -35,7 +35,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 def differing(a: Path, b: Path, at_least: int = 20) -> list[str]:
     """Names of the tensors that one folder lacks, or that differ in dtype or in any byte.
 
-    The folders must share `at_least` so many tensors.
+    The folders must share `at_least` tensors.
     """
     left, right = tensors_of(a), tensors_of(b)
     both = left.keys() & right.keys()

@@ -32,8 +32,8 @@ def worker_ends() -> str:
 
 
 def worker_hangs() -> list[str]:
-    """Two trainers update two workers, the second of which hangs, and then goes on. Rank 0 is told
-    so by `check`. Return what a rank is told for each part of an update."""
+    """Two trainers update two workers, the second of which hangs, and then continues. Rank 0 is
+    told so by `check`. Return what a rank is told for each part of an update."""
     rank, store, told = int(os.environ["RANK"]), _store(), []
     for part in ("wait", "finish"):  # before the stream, and after it
         session = _session(store, rank, part)

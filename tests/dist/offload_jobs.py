@@ -200,7 +200,7 @@ def many_switches(flags: list[str], num_switches: int) -> dict[str, Any]:
                 _generate(engine, lambda: prefetched.append(manager.prefetch()))
         if switch <= num_switches:
             footprints.append(Footprint.now())
-    actor.update(batch)  # training goes on
+    actor.update(batch)  # training continues
     engine.close()
     dist.destroy_process_group()
     return {

@@ -130,8 +130,8 @@ def cached(
     """Tokens that there were, and that were cached, when a step's requests began: of those that go
     on, which are the first, and of the first to each prompt among those that begin."""
     first = {tuple(tokens[:num_prompt]): count for tokens, count in reversed(hits[num_waiting:])}
-    going_on = [(len(tokens), count) for tokens, count in hits[:num_waiting]]
-    return {"going on": going_on, "beginning": list(first.values())}
+    continuing = [(len(tokens), count) for tokens, count in hits[:num_waiting]]
+    return {"continuing": continuing, "beginning": list(first.values())}
 
 
 def notes_hits(engine: VLLMEngine, hits: list[tuple[list[int], int]]) -> None:

@@ -108,7 +108,7 @@ def with_candidates(
 
 
 def scored_samples(vocab_size: int, num_samples: int) -> list[ScoredRollout]:
-    """So many of them, two each after one prompt."""
+    """Samples, two after each prompt."""
     rng = random.Random(3)
     generator = torch.Generator().manual_seed(4)
     scored = []

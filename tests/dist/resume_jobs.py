@@ -41,7 +41,7 @@ def choose_step(folder: str, beside: list[str], step: int | None) -> dict[str, A
 
 
 def find(load: str, run_dir: str, may_begin: bool) -> bool:
-    """Whether there is a point to go on from; without prompts, as nothing is read of them."""
+    """Whether there is a point to continue from; without prompts, as nothing is read of them."""
     setup_logging()
     dist.init_process_group("gloo")
     args = argparse.Namespace(

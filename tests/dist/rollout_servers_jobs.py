@@ -224,7 +224,7 @@ def num_running(url: str) -> float:
 def hung(
     local: VLLMEngine, engine: ServerEngine, urls: Sequence[str], first: VLLMServer
 ) -> dict[str, Any]:
-    """Stop a server while it samples, and let it go on once its requests have finished."""
+    """Stop a server while it samples, and let it continue once its requests have finished."""
     requests_, found = long_requests(), []
     until(lambda: len(engine.returned) == 2)
     engine.admit(dict.fromkeys(urls, 16), 1)

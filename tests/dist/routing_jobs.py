@@ -66,7 +66,7 @@ def captured(engine: VLLMEngine, models: Models) -> dict[str, Any]:
     noting(scheduler.kv_cache_manager, "get_computed_blocks", cached)
     rollouts = generate(engine, prompts(models))
     # The samples of a prompt, one after the other, as a prompt of their own: more tokens than a KV
-    # block has, and so many that the 256 of a step cut some in two.
+    # block has, in such numbers that the 256 of a step cut some in two.
     whole = [
         Prompt(i, "", "", np.concatenate([t for r in of_prompt for t in tokens_of(r)]))
         for i, of_prompt in enumerate(np.array(rollouts).reshape(-1, NUM_SAMPLES))
@@ -112,7 +112,7 @@ def tokens_of(rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
 
 
 def agreement(some: list[Rollout], others: list[Rollout], lengths: list[int]) -> float:
-    """The share of tokens and layers with the same experts, of so many tokens of each."""
+    """The share of tokens and layers with the same experts, of the first tokens of each."""
     same = [
         np.sort(a.routes.ids[:n], axis=-1) == np.sort(b.routes.ids[:n], axis=-1)
         for a, b, n in zip(some, others, lengths, strict=False)

@@ -126,7 +126,7 @@ def test_no_request_finds_keys_of_weights_that_it_has_not_begun_with(
     """Engines on CPU have blocks of 32 positions, and none of MLA that may be shared."""
     if case != "kept KV":
         pytest.skip("nothing is kept")
-    going_on = 0
+    continuing = 0
     for of_rank in run:
         known: set[tuple[int, str]] = set()
         for each in of_rank["begun"]:
@@ -137,6 +137,6 @@ def test_no_request_finds_keys_of_weights_that_it_has_not_begun_with(
                 known.add(key)
             elif each["cached"] > 128:
                 assert each["cached"] == (length - 1) // 32 * 32
-                going_on += 1
-    assert going_on > 4
+                continuing += 1
+    assert continuing > 4
     assert max(of_rank["own"] for of_rank in run) > 1e-3  # what was kept is of earlier weights

@@ -81,7 +81,7 @@ def test_generators_are_restored_bit_for_bit(case: tuple) -> None:
 
 
 # The heap grows by caches that fill with use: 0.2 to 0.5 MB in the first 25 switches and 0.03 in
-# the next 25, where a leak would go on. The resident set also has the holes between living pieces,
+# the next 25, where a leak would go further. The resident set has the holes between living pieces,
 # which come and go by up to 0.3 MB from one switch to the next: the lowest of ten readings is
 # without most of them; and what grows once is no leak, which shows in every ten switches. A switch
 # moves 5 MB a rank; 20 KB of it kept each time would show in the resident set, 2.5 KB in the heap.

@@ -1,4 +1,4 @@
-"""Responses that go on under later weights, and groups that come too late, on real engines.
+"""Responses that continue under later weights, and groups that come too late, on real engines.
 
 What the ranks do is in `partial_jobs`; it runs once a layout, and each test looks at a part of it.
 """
@@ -60,7 +60,7 @@ def test_no_group_is_lost_and_none_older_than_it_may_be(kept: list[dict[str, Any
     assert max(max(step["staleness"]) for step in steps) > 0
 
 
-def test_without_going_on_what_comes_too_late_is_dropped_and_counted(
+def test_without_continuing_what_comes_too_late_is_dropped_and_counted(
     checkpoint_factory: Callable[..., Path], ranks: RankPool
 ) -> None:
     found = run(checkpoint_factory, ranks, keeps=False)
@@ -82,10 +82,10 @@ def test_keys_and_values_are_kept_where_they_are_to_be(
     """Engines on CPU have blocks of 32 positions, and none of MLA that may be shared."""
     found = run(checkpoint_factory, ranks, arch="qwen3", keeps=True, scale=7, kv="keep")
     steps = [step for of_rank in found for step in of_rank["steps"][1:]]
-    going_on = [each for step in steps for each in step["cached"]["going on"]]
+    continuing = [each for step in steps for each in step["cached"]["continuing"]]
     beginning = [each for step in steps for each in step["cached"]["beginning"]]
     # All whole blocks but one that would leave nothing to compute; the prompt has one of them.
-    assert all(cached == (length - 1) // 32 * 32 for length, cached in going_on)
-    assert max(cached for _, cached in going_on) > 128
+    assert all(cached == (length - 1) // 32 * 32 for length, cached in continuing)
+    assert max(cached for _, cached in continuing) > 128
     assert beginning and not any(beginning)  # though the prompt was there, of other weights
     assert max(of_rank["own"] for of_rank in found) > 1e-3  # what was kept is of earlier ones

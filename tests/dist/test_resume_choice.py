@@ -1,4 +1,4 @@
-"""Ranks agree on the checkpoint to go on from, and get back what each of them was."""
+"""Ranks agree on the checkpoint to continue from, and get back what each of them was."""
 
 from __future__ import annotations
 

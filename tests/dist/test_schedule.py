@@ -1,4 +1,4 @@
-"""Two TP ranks schedule random rollouts alike, whatever ends them, and go on after a sleep.
+"""Two TP ranks schedule random rollouts alike, whatever ends them, and continue after a sleep.
 
 With the external launcher each rank has its own scheduler, and nothing tells it what the others
 do. The device is played, so that what runs on CUDA alone runs here: vLLM's scheduler of steps ahead

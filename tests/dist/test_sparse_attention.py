@@ -165,7 +165,7 @@ RECOMPUTED = (
 )
 SPARSE_LOSS = ("--dsa-indexer-loss-coeff", "0.5", "--dsa-indexer-use-sparse-loss")
 # Splits, and other micro-batches.
-LEARNT: dict[str, tuple[int, tuple[str, ...]]] = {
+LEARNED: dict[str, tuple[int, tuple[str, ...]]] = {
     "longer rows": (1, ("--rl-max-tokens-per-microbatch", "512")),
     "TP2": (2, ("--tensor-model-parallel-size", "2")),
     "PP2": (2, ("--pipeline-model-parallel-size", "2")),
@@ -202,11 +202,11 @@ def reference(learn: Callable[..., Outcome]) -> Outcome:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", LEARNT)
+@pytest.mark.parametrize("way", LEARNED)
 def test_trained_indexers_are_those_of_one_process(
     way: str, learn: Callable[..., Outcome], reference: Outcome
 ) -> None:
-    num_processes, flags = LEARNT[way]
+    num_processes, flags = LEARNED[way]
     assert_alike(learn(num_processes, *SPARSE_LOSS, *flags), reference)
 
 

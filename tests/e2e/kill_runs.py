@@ -7,7 +7,7 @@
 A run of the tiny task by the launcher saves every step. SIGKILL ends a random rank, of the trainers
 or of the engines, at a random moment, and the same command starts the run again, until its last
 step is done, or until it has been killed often enough and is left alone. With --servers engines are
-controllers of so many vLLM servers; a server that is killed starts again, and the run goes on.
+controllers of vLLM servers; a server that is killed starts again, and the run continues.
 After every kill of a rank the launcher must have ended by itself and have left no process and no
 shared memory. At a run's end each draw below the last position has been trained on exactly once, in
 time, or is outstanding in the last checkpoint. Exit code 0 if all of this holds, else 1.
@@ -90,8 +90,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Kill:
-    """SIGKILL to a rank, a controller or a server, numbered in this order, so long after so many
-    steps of this start, or while it starts."""
+    """SIGKILL to a rank, a controller or a server, numbered in this order, with a delay after a
+    number of steps of this start, or while it starts."""
 
     rank: int
     num_steps: int  # -1: before the engines are ready
@@ -256,7 +256,7 @@ def faults_of_history(folder: Path, num_steps: int, staleness: int) -> list[str]
 
 
 def drawn(rng: random.Random, setting: Setting, num_done: int) -> Kill:
-    """A moment of a run of which so many steps are done."""
+    """A moment of a run after a number of steps."""
     num_left = max(1, setting.num_steps - num_done)
     moment = -1 if rng.random() < 0.15 else rng.randrange(min(3, num_left))
     target = rng.randrange(setting.num_ranks + len(setting.servers))

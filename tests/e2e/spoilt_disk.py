@@ -1,4 +1,4 @@
-"""Imported by `--rl-import`: a disk fills up, or becomes read-only, while a run goes on.
+"""Imported by `--rl-import`: a disk fills up, or becomes read-only, while a run continues.
 
 MCORE_RL_TEST_DISK is a JSON object: `folder` (where the disk is mounted), `how` ("full" or
 "read-only"), `after` and `until` (the steps whose metrics are written last before and in that

@@ -162,7 +162,7 @@ def sources(warmed_checkpoint: Path, tmp_path_factory: Any) -> Path:
 def runs(
     request: Any, warmed_checkpoint: Path, sources: Path, ranks: RankPool, tmp_path_factory: Any
 ) -> tuple[Run, Run, Run]:
-    """Undisturbed; the same by its config.yaml, and killed; and going on after that."""
+    """Undisturbed; the same by its config.yaml, and killed; and continuing after that."""
     num_ranks, flags = RUNS[request.param]
     folder = tmp_path_factory.mktemp("resume")
     if "{trained}" in flags:

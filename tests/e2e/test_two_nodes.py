@@ -78,7 +78,7 @@ def start(
 def runs(
     warmed_checkpoint: Path, ranks: RankPool, tmp_path_factory: Any
 ) -> tuple[Run, Nodes, Nodes, Run]:
-    """Undisturbed, of one launcher's ranks; both machines, of which one is lost; and going on."""
+    """Undisturbed, of one launcher's ranks; both machines, of which one is lost; and continuing."""
     folder = tmp_path_factory.mktemp("nodes")
     whole = run(ranks, warmed_checkpoint, folder / "whole", 4, " ".join((*FLAGS, *RANKS_PER_NODE)))
     hook = {

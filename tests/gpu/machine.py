@@ -56,7 +56,7 @@ def play(
     environment: dict[str, str] | None = None,
     **arguments: Any,
 ) -> list[Any]:
-    """Call `module:function(**arguments)` on so many ranks, a device each; each rank's result."""
+    """Call `module:function(**arguments)` on ranks with a device each; return their results."""
     variables = {**os.environ, **(environment or {}), **_ordered(folder, function, arguments)}
     if HAS_CUDA:
         variables.pop("TORCHDYNAMO_DISABLE", None)  # vLLM compiles what it captures

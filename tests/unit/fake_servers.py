@@ -82,7 +82,7 @@ class FakeServer:
         self.status = self.probe_status = 200
         self.status_of_get = 405  # of the route for token ids
         self.refusal = "nothing\nfor you " + "x" * 5000  # with another status
-        # A semaphore: so many requests run at a time, and others wait for their turn.
+        # A semaphore: a limited number of requests run at a time, and others wait for their turn.
         self.turns: AbstractAsyncContextManager[Any] = nullcontext()
         self.hold_after: int | None = None  # tokens after which a stream hangs
         self.close_after: int | None = None  # tokens after which the connection is closed

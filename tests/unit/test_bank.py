@@ -541,7 +541,7 @@ def test_a_damaged_branch_is_not_continued(
     assert Branch.of_start(tmp_path, "a", 1).name != "a"
     file.unlink()
     file.mkdir()
-    Branch("a", 1).write(tmp_path)  # the run goes on
+    Branch("a", 1).write(tmp_path)  # the run continues
     assert "branch.json cannot be written" in caplog.text
 
 

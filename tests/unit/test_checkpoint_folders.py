@@ -339,7 +339,7 @@ class KillAt:
 @pytest.mark.slow
 @pytest.mark.parametrize("again", [False, True], ids=["next step", "the same step again"])
 def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path, again: bool) -> None:
-    """Every operation on the disk is the last one, in turn; then the run goes on and saves."""
+    """Every operation on the disk is the last one, in turn; then the run continues and saves."""
     step = 10 if again else 20
     for number in range(1000):
         folder = tmp_path / str(number)
@@ -361,7 +361,7 @@ def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path: Path, again
             assert content_of(folder, 10) == old
         else:
             assert newest == step and folders.damage(folder, step) == []
-        # The run goes on, and leaves nothing of the attempt.
+        # The run continues, and leaves nothing of the attempt.
         save(folder, step, b"new")
         assert content_of(folder, step) != old
         left = {p.name for p in folder.iterdir()}

@@ -310,7 +310,7 @@ def test_help_lists_commands_and_flags(capsys: pytest.CaptureFixture[str]) -> No
 def test_page_of_671b_is_what_the_command_prints() -> None:
     """Between the fences of plan_671b.md: the command, then its output, word for word."""
     page = (ROOT / "docs" / "using" / "plan_671b.md").read_text()
-    command = r"((?:[^\n]*\\\n)*[^\n]*)"  # lines that end in a backslash go on
+    command = r"((?:[^\n]*\\\n)*[^\n]*)"  # lines that end in a backslash continue
     blocks = re.findall(rf"```console\n\$ mcore-rl {command}\n(.*?)```", page, re.DOTALL)
     assert len(blocks) == 2
     for command, expected in blocks:

@@ -448,7 +448,7 @@ def test_prompt_indices_differ_between_epochs_and_seeds():
 
 
 def test_prompt_indices_are_stable_across_versions():
-    """A run that is resumed after an upgrade goes on where it was."""
+    """A run that is resumed after an upgrade continues where it was."""
     drawn = prompt_indices(10, start=8, count=8, seed=1234)
     assert drawn.tolist() == [8, 0, 9, 2, 0, 7, 6, 1]
 

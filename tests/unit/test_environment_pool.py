@@ -425,7 +425,7 @@ def test_episodes_beyond_max_open_wait(world, tmp_path):
 
 
 def test_a_failing_step_fails_its_own_sample_only(pool, caplog):
-    """All at once, among others of the same zygote that go on."""
+    """All at once, among others of the same zygote that continue."""
     counts = pool.failure_counts.copy()
     good = started(pool, 20)
     bad = dict(zip(started(pool, len(FAILURES)), FAILURES, strict=True))

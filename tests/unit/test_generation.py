@@ -1,4 +1,4 @@
-"""Stop strings of responses that go on in this process's vLLM."""
+"""Stop strings of responses that continue in this process's vLLM."""
 
 from __future__ import annotations
 

@@ -531,13 +531,13 @@ def test_pending_responses_get_the_rewards_that_a_resumed_run_has_added(
 def test_resumed_response_has_its_own_random_stream() -> None:
     run = Run(SamplingTarget.of(2, oversample=2.0), 9, seed=1)
     run.step()
-    going_on = {
+    continuing = {
         group.draw * SIZE + index: rollout
         for group in run.pending
         for index, rollout in enumerate(group.rollouts)
         if rollout is not None and rollout.finish_reason == "unfinished"
     }
-    assert going_on
+    assert continuing
     groups, engine = sampled(
         run.target.with_pending(num_pending=len(run.pending), num_reserved=0),
         ScriptedRewards(float),
@@ -548,13 +548,13 @@ def test_resumed_response_has_its_own_random_stream() -> None:
     )
     again = {request.number: request for request in engine.submitted}
     seeds = set()
-    for number, rollout in going_on.items():
+    for number, rollout in continuing.items():
         request = again[number]
         expected = [*rollout.prompt.token_ids, *rollout.response_token_ids]
         assert request.token_ids.tolist() == expected
         assert request.max_tokens == MAX_TOKENS - len(rollout.response_token_ids)
         seeds |= {request.seed, groups.plan.request(number // SIZE, restarted(rollout)).seed}
-    assert len(seeds) == 2 * len(going_on)
+    assert len(seeds) == 2 * len(continuing)
 
 
 def restarted(rollout: Rollout) -> Rollout:

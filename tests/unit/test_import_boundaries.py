@@ -197,7 +197,7 @@ def paths_to_forbidden(module: str, root: Path = ROOT) -> list[str]:
         names = [package, *names_in_file(file, package, not is_package)]
         found += [f"{path} -> {name}" for name in names if is_forbidden(name)]
         for name in names:
-            # A name may go on after the module, and all packages above the module are run.
+            # A name may continue after the module, and all packages above the module are run.
             parts = name.split(".") if name.startswith("mcore_rl") else []
             for target in (".".join(parts[:end]) for end in range(1, len(parts) + 1)):
                 if target not in seen and source_of(target, root):

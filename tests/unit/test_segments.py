@@ -342,7 +342,7 @@ def test_values_that_no_engine_gives_are_refused(tmp_path: Path, name: str, valu
 
 
 def test_groups_that_cannot_have_been_sampled_are_refused(tmp_path: Path) -> None:
-    """A group without samples, an outcome of a sample that goes on, one that ended with nothing."""
+    """No samples, an outcome of a sample that continues, a sample that ended with nothing."""
     file, arrays, facts = written(tmp_path)
     (group,) = json.loads(facts)
     none = {name: {} for name in ("outcomes", "environment_outcomes", "conversations")}

@@ -67,7 +67,7 @@ def begin_again(engine: ServerEngine, chosen: Sequence[FakeServer], fault: dict[
         client._timeout_seconds = 0.1 if "hold_after" in fault else 60.0
         for name, value in fault.items():
             setattr(each, name, value)
-    # As the trainer does it: the weights are those of the step that goes on.
+    # As the trainer does it: the weights are those of the step that continues.
     engine.admit(dict.fromkeys(engine.begin_update(), 100), 1)
 
 

@@ -42,7 +42,7 @@ class World:
         self.without_since = self.now  # a token
         self.faults: dict[str, str] = {}  # of servers, as controllers have seen them
         self.hanging: set[str] = set()  # servers that stop answering while they receive weights
-        self.hanging_workers: set[str] = set()  # that go on answering, but end no call
+        self.hanging_workers: set[str] = set()  # that continue to answer, but end no call
         self.stuck_workers: set[str] = set()  # servers with a worker that hangs before an update
         self.answers: list[dict[str, Any]] = []  # of controllers, to calls that sample
 

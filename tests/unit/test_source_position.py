@@ -1,4 +1,4 @@
-"""Shares of sources in every step, and what a run goes on with if sources change."""
+"""Shares of sources in every step, and what a run continues with if sources change."""
 
 from __future__ import annotations
 

@@ -147,8 +147,8 @@ class OffloadStats:
     def of(self, kinds: frozenset[str]) -> OffloadStats:
         """Return the stats of `kinds`."""
 
-        def chosen(found: Mapping[str, int]) -> dict[str, int]:
-            return {kind: size for kind, size in found.items() if kind in kinds}
+        def chosen(sizes: Mapping[str, int]) -> dict[str, int]:
+            return {kind: size for kind, size in sizes.items() if kind in kinds}
 
         return OffloadStats(chosen(self.moved), chosen(self.dropped), chosen(self.saved))
 
@@ -342,9 +342,9 @@ class Offloader:
         seen = {s.storage._cdata for segments in self._offloaded.values() for s in segments}
         ends = dict.fromkeys(KINDS, 0)
         segments = []
-        found = self._find() if kinds else {}
+        tensors = self._find() if kinds else {}
         for kind in KINDS if kinds else ():
-            for name, tensor in found[kind]:
+            for name, tensor in tensors[kind]:
                 storage = tensor.untyped_storage()
                 if storage._cdata in seen or tensor.device.type != self._device.type:
                     continue

@@ -59,12 +59,12 @@ def make_cells(
     load = [0] * len(have)
     numbers = itertools.count()
     for tensor in sorted(needed):
-        itemsize, found = tensors[tensor].itemsize, []
+        itemsize, of_tensor = tensors[tensor].itemsize, []
         for box, holders in _refined(tensor, held[tensor], needed[tensor]):
             owner = min(holders, key=lambda rank: (load[rank], rank))
             load[owner] += volume(box) * itemsize
-            found.append(Cell(tensor, box, tuple(sorted(holders)), owner, next(numbers)))
-        cells[tensor] = tuple(found)
+            of_tensor.append(Cell(tensor, box, tuple(sorted(holders)), owner, next(numbers)))
+        cells[tensor] = tuple(of_tensor)
     return cells
 
 

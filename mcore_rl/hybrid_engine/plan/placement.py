@@ -178,11 +178,11 @@ class Placement:
         """Return the box that is cut out, one object per distinct box; none if it is empty."""
         spec = tensor.spec
         key = (tensor.name, expert if spec.num_experts else None, cut, vocabulary_rows)
-        found = self._boxes.get(key)
-        if found is None:
+        boxes = self._boxes.get(key)
+        if boxes is None:
             box = self._box(tensor, expert, cut, vocabulary_rows)
-            found = self._boxes[key] = (box,) if volume(box) else ()
-        return found
+            boxes = self._boxes[key] = (box,) if volume(box) else ()
+        return boxes
 
     def _box(
         self,
@@ -196,11 +196,11 @@ class Placement:
         if spec.num_experts:
             part = spec.num_experts // expert[1]
             box[1] = (expert[0] * part, (expert[0] + 1) * part)
-        found = cut_range(
+        bounds = cut_range(
             spec, *cut, kv_heads=self.shape.num_kv_heads, vocabulary_rows=vocabulary_rows
         )
-        if found is not None:
-            dim, start, stop = found
+        if bounds is not None:
+            dim, start, stop = bounds
             box[2 + dim] = (start, stop)
         if tensor.has_scales and volume(tuple(box)):
             box[2:] = blocks_of(tuple(box[2:]))
@@ -236,8 +236,8 @@ class Placement:
     def missing_bytes(self, ranks: Sequence[int], slots: Sequence[int]) -> Bytes:
         """Return `[ranks, slots]` int64: bytes that each rank must receive to take each slot."""
         table, of_rank, of_slot = self._missing
-        found: Bytes = table[np.ix_(of_rank[list(ranks)], of_slot[list(slots)])]
-        return found
+        missing: Bytes = table[np.ix_(of_rank[list(ranks)], of_slot[list(slots)])]
+        return missing
 
     @cached_property
     def lower_bound_bytes(self) -> Bytes:
@@ -263,8 +263,8 @@ class Placement:
         for name in held.keys() & needed.keys():
             rows, columns = held[name], needed[name]
             shared = _shared_elements(rows.boxes, columns.boxes) * self.infos[name].itemsize
-            found = shared[np.ix_(rows.numbers, columns.numbers)]
-            table[np.ix_(rows.classes, columns.classes)] -= found
+            held_bytes = shared[np.ix_(rows.numbers, columns.numbers)]
+            table[np.ix_(rows.classes, columns.classes)] -= held_bytes
         numbers = [{at: i for i, at in enumerate(classes)} for classes in (self.held, self.needed)]
         return (
             table,
@@ -367,7 +367,7 @@ def choose_rank_map(placement: Placement, *, ranks_per_node: int) -> tuple[int, 
     groups = [range(first, first + rollout.tp_size) for first in range(0, world, rollout.tp_size)]
     in_order = _within_nodes(placement, nodes, nodes)
     by_best = _within_nodes(placement, nodes, _groups_to_nodes(placement, nodes, groups))
-    return min(identity, in_order, by_best, key=lambda found: _total(placement, found))
+    return min(identity, in_order, by_best, key=lambda rank_map: _total(placement, rank_map))
 
 
 def _within_nodes(
@@ -389,8 +389,8 @@ def _groups_to_nodes(
     """Return the slots of each node: as many complete TP' groups as fit."""
     per_node = len(groups) // len(nodes)
     if placement.rollout.dp_size == 1:  # all groups need the same
-        found = [groups[i * per_node : (i + 1) * per_node] for i in range(len(nodes))]
-        return [[slot for group in some for slot in group] for some in found]
+        shares = [groups[i * per_node : (i + 1) * per_node] for i in range(len(nodes))]
+        return [[slot for group in some for slot in group] for some in shares]
     first_nodes, of_node = _alike(placement.train_class, nodes)
     first_groups, of_group = _alike(placement.slot_class, groups)
     ranks, slots_of_all = (list(chain(*first)) for first in (first_nodes, first_groups))

@@ -92,9 +92,9 @@ class Attestation:
     @property
     def findings(self) -> str:
         """The first faults and mismatches."""
-        found = [*self.faults[:2], *map(str, self.mismatches[:3])]
-        more = self.num_mismatches + len(self.faults) - len(found)
-        return "; ".join(found) + (f" (and {more} more)" if more else "")
+        shown = [*self.faults[:2], *map(str, self.mismatches[:3])]
+        more = self.num_mismatches + len(self.faults) - len(shown)
+        return "; ".join(shown) + (f" (and {more} more)" if more else "")
 
     def __str__(self) -> str:
         if self.ok:
@@ -259,16 +259,16 @@ class Attestor:
 
     def _mismatches(self, expected: np.ndarray) -> list[Mismatch]:
         """Return the cells that this rank needs and that did not arrive unchanged."""
-        found = self._arrived.sums(self._num_cells, self._device).cpu().numpy()
+        arrived = self._arrived.sums(self._num_cells, self._device).cpu().numpy()
         mismatches = []
         for cell in itertools.chain.from_iterable(self._needed.values()):
             read, size = self._arrived.elements[cell.number], volume(cell.box)
             hashes = None
             if read != size:
                 problem = f"was not loaded ({read} of {size} elements were)"
-            elif found[cell.number] != expected[cell.number]:
+            elif arrived[cell.number] != expected[cell.number]:
                 problem = "differs"
-                held, loaded = (int(each[cell.number]) % (1 << 64) for each in (expected, found))
+                held, loaded = (int(each[cell.number]) % (1 << 64) for each in (expected, arrived))
                 hashes = held, loaded
             else:
                 continue

@@ -113,7 +113,7 @@ class Canary:
         mine = None
         if engine is not None:
             mine = differences(ours, engine.prompt_log_probs(self._prompts))
-        everywhere = [found for found in objects.all_gather(mine, world.control) if found]
+        everywhere = [each for each in objects.all_gather(mine, world.control) if each]
         return self._result(everywhere, weight_version)
 
     def compare_with(self, theirs: Sequence[ArrayLike], weight_version: int) -> CanaryResult:

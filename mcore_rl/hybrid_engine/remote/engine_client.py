@@ -113,10 +113,10 @@ class HTTPEngineClient(HTTPVLLMWeightSyncClient):
         return RuntimeError(f"{method} {self.base_url}/{path} {how}{shown}")
 
     def num_workers(self) -> int:
-        found = integer_within(self._get("get_world_size", "world_size"), 1, _MOST_WORKERS)
-        if found is None:
+        count = integer_within(self._get("get_world_size", "world_size"), 1, _MOST_WORKERS)
+        if count is None:
             raise self._failed("GET", "get_world_size", "returned no number of workers", b"")
-        return found
+        return count
 
     def require_health(self) -> None:
         """Raise RuntimeError if the server does not answer, or its engine is dead."""
@@ -135,10 +135,10 @@ class HTTPEngineClient(HTTPVLLMWeightSyncClient):
 
     def configuration(self) -> dict[str, Any]:
         """Return vLLM's configuration: the fields of `VllmConfig` as JSON."""
-        found = self._get("server_info", "vllm_config", {"config_format": "json"})
-        if not isinstance(found, dict):
+        configuration = self._get("server_info", "vllm_config", {"config_format": "json"})
+        if not isinstance(configuration, dict):
             raise self._failed("GET", "server_info", "returned no configuration", b"")
-        return found
+        return configuration
 
     def generates_tokens(self) -> bool:
         """Return whether the server has the route that takes and returns token ids."""

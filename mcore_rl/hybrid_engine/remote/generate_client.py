@@ -374,11 +374,11 @@ class _EventReader:
 
     def _top(self, entry: dict[str, Any]) -> TopTokens:
         """Return the most probable tokens of a position. Raises WrongAnswer."""
-        num_top, found = self.request.num_top, entry.get("top_logprobs")
-        if not isinstance(found, list) or not num_top <= len(found) <= 1 + num_top:
+        num_top, candidates = self.request.num_top, entry.get("top_logprobs")
+        if not isinstance(candidates, list) or not num_top <= len(candidates) <= 1 + num_top:
             raise WrongAnswer(f"a token comes without the {num_top} candidates asked for")
         # The sampled token is first, whatever its rank.
-        by_rank = dict(_candidate(each, self._last_token) for each in found)
+        by_rank = dict(_candidate(each, self._last_token) for each in candidates)
         ranked = [by_rank.get(1 + n) for n in range(num_top)]
         best = [each for each in ranked if each is not None]
         if len({token for token, _ in best}) != num_top:
@@ -427,10 +427,10 @@ class _EventReader:
         if not isinstance(reported, np.ndarray) or not np.issubdtype(reported.dtype, np.integer):
             raise WrongAnswer("experts are not an array of integers")
         num_computed = len(self.request.token_ids) + len(self.received.token_ids) - 1
-        found = routes_of(reported, routed, num_computed)
-        if isinstance(found, str):
-            raise WrongAnswer(found)
-        return found
+        routes = routes_of(reported, routed, num_computed)
+        if isinstance(routes, str):
+            raise WrongAnswer(routes)
+        return routes
 
 
 def _names_weights(vllm_version: str) -> bool:
@@ -447,10 +447,10 @@ def _text(answer: bytes, name: str) -> str:
         fields = parse_json(answer)
     except InvalidData:
         fields = None
-    found = fields.get(name) if isinstance(fields, dict) else None
-    if not isinstance(found, str):
+    text = fields.get(name) if isinstance(fields, dict) else None
+    if not isinstance(text, str):
         raise WrongAnswer(f"an answer to a probe has no text {name!r}")
-    return found
+    return text
 
 
 def _candidate(entry: Any, last_token: int) -> tuple[int | None, tuple[int, float]]:
@@ -467,7 +467,7 @@ def _candidate(entry: Any, last_token: int) -> tuple[int | None, tuple[int, floa
 def _log_prob(entry: Any, token: int) -> float:
     if not isinstance(entry, dict) or entry.get("token_id") != token:
         raise WrongAnswer("a log-prob is of another token than sampled")
-    found = finite_number(entry.get("logprob"))
-    if found is None or not are_log_probs(found):
+    value = finite_number(entry.get("logprob"))
+    if value is None or not are_log_probs(value):
         raise WrongAnswer("a log-prob is not a finite number of at most 0")
-    return found
+    return value

@@ -66,9 +66,9 @@ class PromptScores:
     def tokens_of(self, text: str) -> list[int]:
         """Return the server's tokens of `text`, without special ones. Raises HTTPFailure."""
         body = {"prompt": text, "add_special_tokens": False}
-        found = asyncio.run(self._once("POST", "tokenize", body))
+        answer = asyncio.run(self._once("POST", "tokenize", body))
         with _reading("no list of tokens"):
-            return [operator.index(token) for token in found["tokens"]]
+            return [operator.index(token) for token in answer["tokens"]]
 
     async def _once(self, method: str, path: str, body: Any = None) -> Any:
         async with client_session(self._header) as session:
@@ -126,9 +126,9 @@ class PromptScores:
         }
         limit = _MORE_BYTES + _BYTES_PER_TOKEN * len(tokens)
         answer = await self._answer(session, "POST", "v1/completions", body, limit)
-        found = np.zeros(len(tokens), dtype=np.float32)
-        found[:-1] = log_probs_in(answer, tokens.tolist())
-        return found
+        scores = np.zeros(len(tokens), dtype=np.float32)
+        scores[:-1] = log_probs_in(answer, tokens.tolist())
+        return scores
 
 
 @contextlib.contextmanager
@@ -155,11 +155,11 @@ def log_probs_in(answer: Any, tokens: Sequence[int]) -> list[float]:
     that to a request with these tokens."""
     with _reading("not one log-prob for each token"):
         entries = answer["choices"][0]["prompt_logprobs"]
-        found = [
+        values = [
             finite_number(entry[str(token)]["logprob"])
             for entry, token in zip(entries[1:], tokens[1:], strict=True)
         ]
-    checked = [value for value in found if value is not None and _NO_LOG_PROB < value <= _ROUNDING]
-    if len(checked) != len(found):
+    checked = [value for value in values if value is not None and _NO_LOG_PROB < value <= _ROUNDING]
+    if len(checked) != len(values):
         raise HTTPFailure("answer has a log-prob that is not a finite number of at most 0")
     return checked

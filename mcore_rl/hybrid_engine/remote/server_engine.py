@@ -187,8 +187,8 @@ class ServerEngine:
     def text_of(self, token_ids: np.ndarray, *, with_special: bool = False) -> str:
         """Decode a response for its rewards, without special tokens; with them for a log."""
         ids = token_ids.tolist()
-        found: str = self.tokenizer.decode(ids, skip_special_tokens=not with_special)
-        return found
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=not with_special)
+        return text
 
     def require_ready(self) -> None:
         """Raise RuntimeError before the first `admit`, and during an update."""

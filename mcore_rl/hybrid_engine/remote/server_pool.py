@@ -273,8 +273,8 @@ class ServerPool:
     def take_metrics(self) -> dict[str, float]:
         """Return the number of admitted servers, and of events since the last call."""
         counts, self._counts = self._counts, Counter()
-        found = {f"servers/{name}": float(counts[name]) for name in _EVENTS}
-        return {"servers/admitted": float(len(self.admitted))} | found
+        events = {f"servers/{name}": float(counts[name]) for name in _EVENTS}
+        return {"servers/admitted": float(len(self.admitted))} | events
 
     # Probes
 
@@ -293,10 +293,10 @@ class ServerPool:
     async def _probe(self, server: Server) -> None:
         asked = (server.state, self.weight_version)
         try:
-            found = await server.client.probe(self._probe_timeout)
+            state = await server.client.probe(self._probe_timeout)
             if asked != (server.state, self.weight_version):
                 return  # an update or a fault has come between
-            self._check(server, found)
+            self._check(server, state)
         except ServerFault as fault:
             if server.state == ADMITTED:
                 self._exclude(server, fault)
@@ -310,11 +310,11 @@ class ServerPool:
             if not self._unprobed:
                 self.first_probes.set()
 
-    def _check(self, server: Server, found: ServerState) -> None:
+    def _check(self, server: Server, state: ServerState) -> None:
         """Compare a server's weights with those expected; `check_server` compares its vLLM with the
         job's. Raises OtherVersion."""
-        if server.state == ADMITTED and found.weight_version != str(self.weight_version):
-            held = quoted(found.weight_version.encode(), 60)
+        if server.state == ADMITTED and state.weight_version != str(self.weight_version):
+            held = quoted(state.weight_version.encode(), 60)
             raise OtherVersion(f"weights of version {held} instead of {self.weight_version}")
         if server.state == EXCLUDED:
             server.state, server.problem = RETURNED, ""

@@ -220,10 +220,10 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
         info = self._info
         num_trainers = dist.get_world_size()
         meeting_point = self._invite(num_trainers) if self.is_sender else None
-        found = objects.broadcast(meeting_point)
-        if isinstance(found, str):
-            raise RuntimeError(found)
-        port, name, size = found
+        place = objects.broadcast(meeting_point)
+        if isinstance(place, str):
+            raise RuntimeError(place)
+        port, name, size = place
         store = self._store
         if store is None:
             store = reach_store(info.master_address, port, info.timeout_seconds)

@@ -167,15 +167,15 @@ class Transport:
 
     def share(self, tree: Tree) -> Share:
         """Return this rank's part in `tree`."""
-        found = self._shares.get(tree)
-        if found is None:
+        part = self._shares.get(tree)
+        if part is None:
             rank = self._world.rank
             hops = tuple(tuple(leg for leg in hop if rank in leg.ranks) for hop in tree.hops)
             legs = [leg for hop in hops for leg in hop]
             partners = {r for leg in legs if leg.sender == rank for r in leg.receivers}
             partners |= {leg.sender for leg in legs} - {rank}
-            found = self._shares[tree] = Share(hops, tree.sends(rank), frozenset(partners))
-        return found
+            part = self._shares[tree] = Share(hops, tree.sends(rank), frozenset(partners))
+        return part
 
     @property
     def connections(self) -> Connections:

@@ -32,8 +32,8 @@ _FAILURE = "failure"
 POLL_SECONDS = 0.25  # the longest pause between two polls of the store
 _FIRST_POLL_SECONDS = 0.002
 _DEVICE_POLL_SECONDS = 0.0005
-# By default PyTorch ends the process of a rank that has lost a peer. Here such a rank must go on:
-# a trainer without that server, a server until it is connected again. 2: free the communicator.
+# By default PyTorch ends the process of a rank that has lost a peer. Here it must continue: a
+# trainer without that server, a server until it is connected again. 2: free the communicator.
 _NCCL_VARIABLES = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",

@@ -261,29 +261,29 @@ class Generation:
 
     def _completed(self, output: Any) -> Completion:
         request = self._running.pop(int(output.request_id))
-        (found,) = output.outputs
-        if found.finish_reason not in FINISH_REASONS:
+        (sampled,) = output.outputs
+        if sampled.finish_reason not in FINISH_REASONS:
             raise RuntimeError(
-                f"request {request.number} ended with {found.finish_reason!r}, not by a stop token "
-                "or its length"
+                f"request {request.number} ended with {sampled.finish_reason!r}, not by a stop "
+                "token or its length"
             )
-        tokens = found.token_ids
+        tokens = sampled.token_ids
         # Of each position, first that of the sampled token, then those of the most probable ones.
         width = 1 + request.num_top
-        ids = np.asarray(found.logprobs.token_ids, dtype=np.int32).reshape(-1, width)
-        log_probs = np.asarray(found.logprobs.logprobs, dtype=np.float32).reshape(-1, width)
+        ids = np.asarray(sampled.logprobs.token_ids, dtype=np.int32).reshape(-1, width)
+        log_probs = np.asarray(sampled.logprobs.logprobs, dtype=np.float32).reshape(-1, width)
         if ids[:, 0].tolist() != list(tokens):
             raise RuntimeError(f"request {request.number}: log-probs of other tokens than sampled")
         routes, failure = None, None
         if request.with_routes and self._routed is not None:
             num_computed = len(request.token_ids) + len(tokens) - 1
-            reported = routes_of(found.routed_experts, self._routed, num_computed)
+            reported = routes_of(sampled.routed_experts, self._routed, num_computed)
             routes, failure = (None, reported) if isinstance(reported, str) else (reported, None)
         return Completion(
             request=request,
             token_ids=np.asarray(tokens, dtype=np.int32),
             log_probs=log_probs[:, 0].copy(),
-            finish_reason=found.finish_reason,
+            finish_reason=sampled.finish_reason,
             routes=routes,
             failure=failure,
             top_tokens=TopTokens(ids[:, 1:].copy(), log_probs[:, 1:].copy())

@@ -109,8 +109,8 @@ class VLLMEngine:
         speculation = self.config.speculation
         if speculation is None or not speculation.has_drafter:
             return None
-        found: torch.nn.Module = self._worker.model_runner.get_draft_model()
-        return found
+        model: torch.nn.Module = self._worker.model_runner.get_draft_model()
+        return model
 
     @property
     def tokenizer(self) -> Any:
@@ -154,8 +154,8 @@ class VLLMEngine:
         engine = self._llm.llm_engine
         if engine.dp_group is None:
             return here
-        found: bool = engine.has_unfinished_requests_dp(here)
-        return found
+        on_any: bool = engine.has_unfinished_requests_dp(here)
+        return on_any
 
     def of_first_rank(self, mine: Any) -> Any:
         """Broadcast `mine` from the first rank of this TP group to all its ranks."""
@@ -164,8 +164,8 @@ class VLLMEngine:
     def text_of(self, token_ids: np.ndarray, *, with_special: bool = False) -> str:
         """Decode a response for its rewards, without special tokens; with them for a log."""
         ids = token_ids.tolist()
-        found: str = self.tokenizer.decode(ids, skip_special_tokens=not with_special)
-        return found
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=not with_special)
+        return text
 
     def rollout(
         self, prompt: Prompt, sample_index: int, completion: Completion, weight_version: int

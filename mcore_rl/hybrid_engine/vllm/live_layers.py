@@ -266,9 +266,9 @@ def _composed(loader: Loader) -> tuple[Loader, Callable[[torch.Tensor], torch.Te
 def _copy_back(processed: dict[str, torch.Tensor | None], live: Mapping[str, torch.Tensor]) -> None:
     """Copy processed tensors into their live memory, and put the live tensors back one by one."""
     for key, tensor in live.items():
-        found = processed.get(key)
-        if found is not None and found is not tensor:
-            tensor.data.copy_(found)
+        result = processed.get(key)
+        if result is not None and result is not tensor:
+            tensor.data.copy_(result)
         processed[key] = tensor
 
 

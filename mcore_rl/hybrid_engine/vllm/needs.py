@@ -156,9 +156,9 @@ def _on_meta(
                 module._parameters[key] = stand_in
                 qualified = f"{name}.{key}" if name else key
                 real = live[name].get(key)
-                found = parameters[id(stand_in if real is None else real)]
-                found.stand_ins[qualified] = stand_in
-                found.modules.add(name)
+                parameter = parameters[id(stand_in if real is None else real)]
+                parameter.stand_ins[qualified] = stand_in
+                parameter.modules.add(name)
             for key, buffer in buffers[name].items():
                 module._buffers[key] = None if buffer is None else buffer.to("meta")
         yield list(parameters.values())
@@ -260,9 +260,9 @@ def _require_filled(parameters: list[_Parameter], writes: WriteRecorder) -> None
     for parameter in parameters:
         missing = {name: writes.missing(t) for name, t in parameter.stand_ins.items()}
         if all(missing.values()):  # tied names: one is enough
-            name, found = next(iter(missing.items()))
+            name, got = next(iter(missing.items()))
             raise RuntimeError(
-                f"the checkpoint does not fill vLLM's parameter {name}: it got {found}; a tensor "
+                f"the checkpoint does not fill vLLM's parameter {name}: it got {got}; a tensor "
                 "is missing or has the wrong shape"
             )
 

@@ -398,8 +398,8 @@ def _split_sizes(view: SlicedTensor, sizes: Sequence[int], dim: int = 0) -> _Vie
 
 
 def _all_or_none(parts: Sequence[_View]) -> _Views:
-    found = [part for part in parts if part is not None]
-    return found if len(found) == len(parts) else None
+    known = [part for part in parts if part is not None]
+    return known if len(known) == len(parts) else None
 
 
 def _unbind(view: SlicedTensor, dim: int = 0) -> _Views:

@@ -150,9 +150,9 @@ class _Collected(Refusals):
                 dropping = token.split("=")[0] in names
             if not dropping:
                 kept.append(token)
-        found = len(kept) < len(self.tokens)
+        was_given = len(kept) < len(self.tokens)
         self.tokens = kept
-        return found
+        return was_given
 
 
 def _given_twice(tokens: Sequence[str], parser: argparse.ArgumentParser) -> Iterator[Finding]:

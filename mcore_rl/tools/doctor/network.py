@@ -51,7 +51,10 @@ def infiniband_devices(folder: Path = Path("/sys/class/infiniband")) -> dict[str
     states: dict[str, list[str]] = {path.name: [] for path in sorted(folder.glob("*"))}
     for file in folder.glob("*/ports/*/state"):
         states[file.parts[-4]].append(file.read_text(encoding="ascii"))  # "4: ACTIVE"
-    return {name: any("ACTIVE" in state for state in found) for name, found in states.items()}
+    return {
+        name: any("ACTIVE" in state for state in port_states)
+        for name, port_states in states.items()
+    }
 
 
 def check_network(
@@ -96,8 +99,8 @@ def _interface(
         yield green(NETWORK, f"{variable}={value}")
         return
     wanted = [name.strip() for name in value.lstrip("=").split(",")]
-    found = {name: _meant(name, here, not has_prefixes or value[0] == "=") for name in wanted}
-    missing = [name for name in wanted if not found[name]]
+    meant = {name: _meant(name, here, not has_prefixes or value[0] == "=") for name in wanted}
+    missing = [name for name in wanted if not meant[name]]
     down = [name for name in sorted(here) if name in wanted and not here[name]]
     if down:
         what = f"{variable}={value}: {', '.join(down)} is down"

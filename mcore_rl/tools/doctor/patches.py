@@ -35,8 +35,8 @@ def check_patches(patches: Sequence[Patch], of: str, *, apply: bool) -> Iterator
             else:
                 unneeded.append(patch.name.partition(".")[2])
         except UsageError as error:
-            found = refusal(PATCHES, error)
-            refused.append(replace(found, remedy=found.remedy + _end_of(patch)))
+            finding = refusal(PATCHES, error)
+            refused.append(replace(finding, remedy=finding.remedy + _end_of(patch)))
     if applying:
         how = "fit the installed code" if apply else "support the installed version"
         yield green(PATCHES, f"{of}: {len(applying)} {how}: {', '.join(applying)}")

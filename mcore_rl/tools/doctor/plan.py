@@ -88,13 +88,13 @@ def _problem(outcome: Outcome, problem: Problem, size: str) -> Finding:
     surely = {phase.name: phase.surely_lacking_bytes for phase in outcome.memory.phases}
     is_sure = surely.get(problem.where, problem.lacking_bytes) > 0
     make, lacks = (red, "lacks") if is_sure else (yellow, "may lack")
-    found = f"{problem.where} {lacks} {shown_bytes(problem.lacking_bytes)} on devices of {size}"
+    what = f"{problem.where} {lacks} {shown_bytes(problem.lacking_bytes)} on devices of {size}"
     ways = []
     for way in problem.remedies[:MOST_REMEDIES]:
         then = f"lacks {shown_bytes(way.lacking_bytes)}" if way.lacking_bytes else "fits"
         ways.append(f"{way.flags} ({then})")
     more = "use more GPUs, or search for a layout by mcore-rl plan --search"
-    return make(PLAN, found, "; or ".join(ways) or more)
+    return make(PLAN, what, "; or ".join(ways) or more)
 
 
 def fullest_on_host(

@@ -227,11 +227,11 @@ def _same_as_before(
 
 def _few(rows: Sequence[Prompt]) -> list[Prompt]:
     """Return for each source a few prompts whose answers differ, or any without answers."""
-    found: dict[str, dict[str, Prompt]] = {row.source: {} for row in rows}
+    by_source: dict[str, dict[str, Prompt]] = {row.source: {} for row in rows}
     for row in rows:
-        if row.answer_text.strip() and len(found[row.source]) < _FEW:
-            found[row.source].setdefault(row.answer_text, row)
+        if row.answer_text.strip() and len(by_source[row.source]) < _FEW:
+            by_source[row.source].setdefault(row.answer_text, row)
     few: list[Prompt] = []
-    for source, answered in found.items():
+    for source, answered in by_source.items():
         few += answered.values() or [row for row in rows if row.source == source][:_FEW]
     return few

@@ -124,17 +124,17 @@ def _worthless(prompts: Sequence[Prompt], spec: RewardSpec) -> list[Sample]:
     if not prompts:
         return []
     first = prompts[0]
-    found = [
+    samples = [
         Sample("worthless", first, "", "an empty response"),
         Sample("worthless", first, " \n", "a blank one"),
     ]
     texts = [each.answer_text for each in prompts if each.answer_text.strip()]
     others = [text for text in texts if text.strip() != first.answer_text.strip()]
-    found += [Sample("worthless", first, text, _OTHERS) for text in others[:1]]
+    samples += [Sample("worthless", first, text, _OTHERS) for text in others[:1]]
     for prompt in prompts if PYTHON_SANDBOX in spec.functions else ():
         for what, code in nothings(_names_of(prompt)).items():
-            found.append(Sample("idle", prompt, f"```python\n{code}```", what))
-    return found
+            samples.append(Sample("idle", prompt, f"```python\n{code}```", what))
+    return samples
 
 
 def _names_of(prompt: Prompt) -> frozenset[str]:
@@ -306,8 +306,8 @@ def run_trial(spec: RewardSpec, samples: Sequence[Sample], more: Sequence[Sample
                 for name in spec.functions
                 if all(each.failure is None for each in outcomes.get(name, []))
             ]
-            for name, found in _outcomes(spec, working, more, silent.fileno()).items():
-                outcomes[name] += found
+            for name, more_outcomes in _outcomes(spec, working, more, silent.fileno()).items():
+                outcomes[name] += more_outcomes
         except UsageError as error:
             refused = error
         except RuntimeError as error:  # workers that die at once
@@ -328,8 +328,8 @@ def _outcomes(
     with RewardStack(some, output) as stack:
         tickets = [stack.begin(_rollout(sample)) for sample in samples]
         stack.wait()
-        found = dict(stack.collect())
-    return {name: [found[ticket][name] for ticket in tickets] for name in names}
+        outcomes = dict(stack.collect())
+    return {name: [outcomes[ticket][name] for ticket in tickets] for name in names}
 
 
 def _rollout(sample: Sample) -> Rollout:

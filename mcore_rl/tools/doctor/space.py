@@ -105,17 +105,17 @@ def check_host_memory(phase: HostPhase, machine: MachineMemory, *, ranks: int) -
     """Compare the plan's fullest phase with this machine: red only if exact parts exceed its limit,
     which a start refuses."""
     needed = phase.total_bytes
-    found = (
+    what = (
         f"{plural(ranks, 'rank')} here need about {shown_bytes(needed)} of host memory in phase "
         f"{phase.name} ({phase.described}); {machine.source} is "
         f"{shown_bytes(machine.limit_bytes)}, of which {shown_bytes(machine.available_bytes)} are "
         "free"
     )
     if needed <= machine.available_bytes:
-        return green(SPACE, found)
+        return green(SPACE, what)
     if phase.exact_bytes > machine.limit_bytes:
-        return red(SPACE, found, "use fewer ranks here, or a machine with more")
-    return yellow(SPACE, found, "end other programs, use fewer ranks here, or a machine with more")
+        return red(SPACE, what, "use fewer ranks here, or a machine with more")
+    return yellow(SPACE, what, "end other programs, use fewer ranks here, or a machine with more")
 
 
 def check_open_files(world_size: int, limit: int | None = None) -> Finding:
@@ -171,13 +171,13 @@ def check_shared_memory(
 
 def leftovers(folder: Path = SHARED_FOLDER) -> list[Path]:
     """Return files of shared memory, a minute old, that no visible process maps or opens."""
-    found, held = [], _held(folder)
+    files, held = [], _held(folder)
     for path in sorted(folder.iterdir()):
         with contextlib.suppress(OSError):  # deleted meanwhile
             is_old = time.time() - path.stat().st_mtime > _YOUNG_SECONDS
             if is_old and _SHARED_NAMES.match(path.name) and str(path) not in held:
-                found.append(path)
-    return found
+                files.append(path)
+    return files
 
 
 def _held(folder: Path) -> set[str]:

@@ -50,11 +50,11 @@ _IDLE_BYTES = 1 << 30
 def installed_versions() -> dict[str, str]:
     """Return version by package, for a run's dependencies; Megatron's is the imported one's."""
     names = {*_SHOWN, "torchvision", *ENGINE_PARTS} - {MEGATRON}
-    found = {name: version for name in names if (version := installed_version(name)) is not None}
+    versions = {name: version for name in names if (version := installed_version(name)) is not None}
     with contextlib.suppress(UsageError):  # reported by the check of what a start accepts
         if (megatron := find_megatron()) is not None:
-            found[MEGATRON] = megatron.version
-    return found
+            versions[MEGATRON] = megatron.version
+    return versions
 
 
 def vllm_requirements() -> dict[str, Requirement]:
@@ -117,9 +117,9 @@ def _misfits(
     note = note_of_admitted_torch()
     if misfit is None and note is not None:
         yield yellow(VERSIONS, note, f"{SETUP} for more than a trial")
-    for found in (misfit, find_library_misfit(versions), find_apex_misfit()):
-        if found is not None:
-            yield refusal(VERSIONS, found)
+    for error in (misfit, find_library_misfit(versions), find_apex_misfit()):
+        if error is not None:
+            yield refusal(VERSIONS, error)
 
 
 def _unlike_tested(
@@ -132,9 +132,9 @@ def _unlike_tested(
             what = f"{package} {version} is installed and vLLM requires {package}{wanted.specifier}"
             yield yellow(VERSIONS, what, f"install that version, or {SETUP}")
     with contextlib.suppress(InvalidVersion):  # a fork may number its versions in another way
-        found = Version(versions.get(MEGATRON, NEWEST))
-        if found.release > Version(NEWEST).release:
-            what = f"{MEGATRON} {found} is newer than {NEWEST}, the last version that was "
+        megatron = Version(versions.get(MEGATRON, NEWEST))
+        if megatron.release > Version(NEWEST).release:
+            what = f"{MEGATRON} {megatron} is newer than {NEWEST}, the last version that was "
             remedy = "verify a hand-over by -m mcore_rl.verify"
             yield yellow(VERSIONS, f"{what}tested", remedy)
 

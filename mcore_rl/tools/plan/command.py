@@ -34,9 +34,9 @@ def main(options: argparse.Namespace, others: Sequence[str]) -> int:
     print_plan(outcome, request.notes, console)
     written = as_json(outcome, request.notes)
     if options.search:
-        found = search(request.case, request.step, top=options.top)
-        print_search(found, console)
-        written["search"] = _search(found)
+        result = search(request.case, request.step, top=options.top)
+        print_search(result, console)
+        written["search"] = _search(result)
     if options.simulate:
         comparison, notes = simulate_job(request, options, outcome)
         print_comparison(comparison, notes, console)
@@ -46,12 +46,12 @@ def main(options: argparse.Namespace, others: Sequence[str]) -> int:
     return 0
 
 
-def _search(found: Found) -> dict[str, Any]:
+def _search(result: Found) -> dict[str, Any]:
     return {
-        "num_tried": found.num_tried,
-        "num_fitting": found.num_fitting,
+        "num_tried": result.num_tried,
+        "num_fitting": result.num_fitting,
         "criteria": CRITERIA,
-        "layouts": [_row(candidate) for candidate in found.candidates],
+        "layouts": [_row(candidate) for candidate in result.candidates],
     }
 
 

@@ -199,9 +199,9 @@ def _case(facts: Facts, options: argparse.Namespace) -> Case:
     # The derived multiple pads as the planner does without one.
     multiple = {"make_vocab_size_divisible_by": facts.given.get("make_vocab_size_divisible_by")}
     critic = None
-    if (found := facts.critic) is not None:
-        found = replace(found, values={**found.values, **multiple})
-        critic = trained_critic(config, found, roles, expert_load=options.expert_load)
+    if (own := facts.critic) is not None:
+        own = replace(own, values={**own.values, **multiple})
+        critic = trained_critic(config, own, roles, expert_load=options.expert_load)
     machine = Machine(
         ranks_per_node=ranks_per_node(config.engine, actor.layout.world_size),
         gpu_bytes=int(options.gpu_memory_gb * GB),

@@ -37,7 +37,7 @@ def measure(file: Path, tokens: Sequence[str]) -> int:
     config, shape = job.config, job.spec.shape
     engine = VLLMEngine(engine_config(job, load_format="auto"))
     try:
-        found = speed_of(
+        speed = speed_of(
             engine,
             prompt_tokens=max(1, config.data.max_prompt_tokens // 2),
             most_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
@@ -47,8 +47,8 @@ def measure(file: Path, tokens: Sequence[str]) -> int:
         engine.close()
     if dist.get_rank() == 0:
         about = {"engine": job.spec.rollout_layout.describe(), "model": shape.architecture}
-        file.write_text(json.dumps({**found, **about}, indent=2) + "\n", encoding="utf-8")
-        print(f"wrote {file}: {', '.join(map(str, found['running']))} sequences")
+        file.write_text(json.dumps({**speed, **about}, indent=2) + "\n", encoding="utf-8")
+        print(f"wrote {file}: {', '.join(map(str, speed['running']))} sequences")
     return 0
 
 

@@ -91,25 +91,25 @@ def _is_stage(name: str) -> bool:
 def read_responses(file: Path, turns: int | None = None) -> tuple[Response, ...]:
     """Read the responses of a rollouts.jsonl, with their turns, or with `turns` of equal length.
     Raises UsageError if there are none."""
-    found = []
+    responses = []
     try:
         for line in lines_of(file, _MAX_LINE_BYTES):
             fields: Any = None
             with contextlib.suppress(InvalidData):
                 fields = parse_json(line)
             if type(fields) is dict and (response := _response(fields, turns)) is not None:
-                found.append(response)
+                responses.append(response)
     except OSError as error:
         raise UsageError(
             f"cannot be read ({error.strerror})", flag=f"--lengths {file}", remedy=CORRECT
         ) from error
-    if not found:
+    if not responses:
         raise UsageError(
             "has no line with response_tokens",
             flag=f"--lengths {file}",
             remedy="give the rollouts.jsonl of a run, or --length-mean and --length-sigma",
         )
-    return tuple(found)
+    return tuple(responses)
 
 
 def _response(fields: dict[str, Any], turns: int | None) -> Response | None:

@@ -161,13 +161,13 @@ def _candidates(
     """Return all ways that fit, and a line for each that does not."""
     world, rollout = case.train.world_size, case.rollout
     sequence = workload.prompt_tokens + mean_tokens
-    found, left_out = [], []
+    candidates, left_out = [], []
     if lacks := _lacks(case, memory):
         left_out.append(f"colocated, partial rollouts: {lacks}")
     else:
         for mode in (COLOCATED, PARTIAL):
             running = _most_running(case, memory, sequence)
-            found.append(
+            candidates.append(
                 Candidate(mode, world, world, rollout.num_tp_groups, running, switch_seconds)
             )
     possible, impossible = splits(case)
@@ -182,7 +182,7 @@ def _candidates(
             moved = adapters_of(other) or placement_of(other)
             traffic = traffic_of(moved, (), other.machine, is_separate=True)
             transfer_seconds = traffic.seconds(other.machine)
-        found += [
+        candidates += [
             Candidate(
                 SEPARATE,
                 num_ranks=world,
@@ -195,7 +195,7 @@ def _candidates(
             )
             for max_staleness in STALENESS
         ]
-    return found, left_out
+    return candidates, left_out
 
 
 def with_useful_share(case: Case) -> tuple[Case, Memory]:

@@ -61,10 +61,10 @@ def charts_of(panel: Panel, runs: Sequence[Run]) -> list[Chart]:
     """Return a panel's charts: one, or one per run for "stack", "map" and "timeline"; none without
     a value."""
     if panel.kind == "timeline":
-        found = {run.name: timeline_figure(panel, run, _LAYOUT) for run in runs}
+        figure_of = {run.name: timeline_figure(panel, run, _LAYOUT) for run in runs}
         return [
             Chart(panel, figure, name if len(runs) > 1 else "")
-            for name, figure in found.items()
+            for name, figure in figure_of.items()
             if figure is not None
         ]
     metrics = metrics_of(panel, runs)
@@ -95,14 +95,14 @@ def metrics_of(panel: Panel, runs: Sequence[Run]) -> dict[str, str]:
     A metric that matches a pattern is labelled with the part that matches the asterisk; of each
     pattern the first `MAX_METRICS` are returned.
     """
-    found = {}
+    labels = {}
     for metric, label in panel.series.items():
         first, is_pattern, last = metric.partition("*")
         names = _matching(first, last, runs) if is_pattern else [metric]
         for name in names[:MAX_METRICS]:
             if any(name in run.points for run in runs):
-                found[name] = label or name.removeprefix(first).removesuffix(last)
-    return found
+                labels[name] = label or name.removeprefix(first).removesuffix(last)
+    return labels
 
 
 def _matching(first: str, last: str, runs: Sequence[Run]) -> list[str]:
@@ -120,9 +120,9 @@ def _matching(first: str, last: str, runs: Sequence[Run]) -> list[str]:
 
 def constant(metric: str, runs: Sequence[Run]) -> float | None:
     """Return the value that a metric has at all steps of all runs, if a run has several steps."""
-    found = [run.series(metric)[1] for run in runs]
-    values = np.concatenate(found)
-    if max(map(len, found)) < 2 or values.min() != values.max():
+    series = [run.series(metric)[1] for run in runs]
+    values = np.concatenate(series)
+    if max(map(len, series)) < 2 or values.min() != values.max():
         return None
     return float(values[0])
 

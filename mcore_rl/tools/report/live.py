@@ -40,14 +40,14 @@ class LivePage:
 
     def tag(self) -> str:
         """Return the ETag of the files: another one after each change of size or time."""
-        found = []
+        stamps = []
         for file in (folder / name for folder in self._folders for name in FILES):
             try:
                 stat = file.stat()
-                found.append((stat.st_mtime_ns, stat.st_size))
+                stamps.append((stat.st_mtime_ns, stat.st_size))
             except OSError:
-                found.append((0, 0))
-        return f'"{hashlib.sha256(repr(found).encode()).hexdigest()[:16]}"'
+                stamps.append((0, 0))
+        return f'"{hashlib.sha256(repr(stamps).encode()).hexdigest()[:16]}"'
 
     def current(self) -> tuple[str, str]:
         """Return the ETag and the page. Raises UsageError for a folder that is gone."""

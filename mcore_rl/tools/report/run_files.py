@@ -171,14 +171,14 @@ def read_run(folder: Path, *, name: str) -> Run:
 
 def _points(metrics: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
     """Return `Run.points`. Its size follows the file's: names may have the step in them."""
-    found: dict[str, tuple[list[int], list[float]]] = {}
+    points: dict[str, tuple[list[int], list[float]]] = {}
     for step, values in metrics.items():
         for name, value in values.items():
             if math.isfinite(value):
-                steps, series = found.setdefault(name, ([], []))
+                steps, series = points.setdefault(name, ([], []))
                 steps.append(step)
                 series.append(value)
-    return {name: (np.array(steps), np.array(series)) for name, (steps, series) in found.items()}
+    return {name: (np.array(steps), np.array(series)) for name, (steps, series) in points.items()}
 
 
 def _read(path: Path, parse: Callable[[Path], _Read], notes: list[str]) -> _Read | None:
@@ -187,7 +187,7 @@ def _read(path: Path, parse: Callable[[Path], _Read], notes: list[str]) -> _Read
         notes.append(_ABSENT[path.name])
         return None
     try:
-        found = parse(path)
+        result = parse(path)
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - 1))
             is_cut = file.read(1) not in (b"", b"\n")
@@ -199,7 +199,7 @@ def _read(path: Path, parse: Callable[[Path], _Read], notes: list[str]) -> _Read
         return None
     if is_cut and path.suffix == ".jsonl":
         notes.append(f"{path.name} ends in an incomplete line, which is left out")
-    return found
+    return result
 
 
 def _read_lines(
@@ -207,17 +207,17 @@ def _read_lines(
 ) -> _Read | None:
     """As `_read`, with a note about damaged lines."""
     damaged: list[int] = []
-    found = _read(path, lambda path: parse(path, damaged), notes)
+    result = _read(path, lambda path: parse(path, damaged), notes)
     if damaged:
         notes.append(damage_note(path.name, damaged))
-    return found
+    return result
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
-    found = parse_json(path.read_text(encoding="utf-8", errors="replace"))
-    if not isinstance(found, dict):
+    mapping = parse_json(path.read_text(encoding="utf-8", errors="replace"))
+    if not isinstance(mapping, dict):
         raise InvalidData(f"{path} is not a mapping")
-    return found
+    return mapping
 
 
 def read_events(path: Path) -> tuple[Event, ...]:
@@ -229,7 +229,7 @@ def read_events(path: Path) -> tuple[Event, ...]:
         text = file.read(_MOST_CHARACTERS)
     events: list[Event] = []
     counts: Counter[str] = Counter()
-    for time, first, further in (found.groups() for found in _MESSAGE.finditer(text)):
+    for time, first, further in (match.groups() for match in _MESSAGE.finditer(text)):
         kind = next((kind for mark, kind in _EVENTS.items() if mark in first), None)
         if kind is None or first.startswith("reward "):  # its failures may quote a response
             continue
@@ -253,7 +253,7 @@ def read_samples(path: Path, num_steps: int = NUM_STEPS_SHOWN) -> tuple[StepSamp
     """
     places: dict[int, tuple[int, int]] = {}  # step -> begin and end of its last lines, in bytes
     before, position = -1, 0
-    found = []
+    samples = []
     with path.open("rb") as file:
         for line in file:
             if match := _STEP.match(line):
@@ -270,8 +270,8 @@ def read_samples(path: Path, num_steps: int = NUM_STEPS_SHOWN) -> tuple[StepSamp
             file.seek(begin)
             values = [_parsed(line) for line in file.read(end - begin).splitlines()]
             if lines := [value for value in values if value.get("step") == step]:
-                found.append(_of_step(step, lines))
-    return tuple(found)
+                samples.append(_of_step(step, lines))
+    return tuple(samples)
 
 
 def _parsed(line: bytes) -> dict[str, Any]:

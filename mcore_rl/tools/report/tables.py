@@ -120,9 +120,11 @@ def _flag(run: Run, field: str) -> Any:
 
 def _model(run: Run) -> str:
     sizes = {"num_layers": "layers", "hidden_size": "hidden", "num_experts": "experts"}
-    found = [f"{run.config[n]} {s}" for n, s in sizes.items() if isinstance(run.config.get(n), int)]
+    shown_sizes = [
+        f"{run.config[n]} {s}" for n, s in sizes.items() if isinstance(run.config.get(n), int)
+    ]
     folder = clean(_flag(run, "hf_checkpoint"))
-    return f"{folder} ({', '.join(found)})" if found else folder
+    return f"{folder} ({', '.join(shown_sizes)})" if shown_sizes else folder
 
 
 def _data(run: Run) -> str:
@@ -150,8 +152,8 @@ def facts_of(runs: Sequence[Run]) -> list[Row]:
     versions = [_versions(run) for run in runs]
     idle = [_idle_shares(run) for run in runs]
     for table, separator in ((facts, " "), (idle, " "), (versions, "_")):
-        for name in dict.fromkeys(name for found in table for name in found):
-            values = [found.get(name) for found in table]
+        for name in dict.fromkeys(name for column in table for name in column):
+            values = [column.get(name) for column in table]
             values = [_NOTHING if value is None else value for value in values]
             rows.append(_row(name.replace("_", separator), values))
     return rows
@@ -159,17 +161,19 @@ def facts_of(runs: Sequence[Run]) -> list[Row]:
 
 def _versions(run: Run) -> dict[str, Any]:
     both = (run.about.get("versions"), run.summary.get("versions"))
-    return {name: v for found in both if isinstance(found, dict) for name, v in found.items()}
+    return {
+        name: v for versions in both if isinstance(versions, dict) for name, v in versions.items()
+    }
 
 
 def _idle_shares(run: Run) -> dict[str, str]:
     """Return the share of each role's spans in which it only waited, if it says so."""
     seconds: dict[str, list[float]] = {}  # role -> in all, idle
     for line in run.timeline:
-        found = seconds.setdefault(line.role, [0.0, 0.0])
+        sums = seconds.setdefault(line.role, [0.0, 0.0])
         for what, start, end in line.spans:
-            found[0] += end - start
-            found[1] += (end - start) * (what == IDLE)
+            sums[0] += end - start
+            sums[1] += (end - start) * (what == IDLE)
     return {
         f"idle share of {role}": shown("_share", idle / total)
         for role, (total, idle) in seconds.items()
@@ -190,15 +194,15 @@ class Headline(NamedTuple):
 
 def headlines(runs: Sequence[Run]) -> dict[str, list[Headline]]:
     """Return title -> a headline per run, without headlines for which no run has a value."""
-    found = {}
+    by_title = {}
     for title, (metrics, of_run) in _HEADLINES.items():
         of_runs = []
         for run in runs:
             values = [run.series(metric)[1] for metric in metrics]
             of_runs.append(of_run(run, *values) if all(v.size for v in values) else None)
         if any(of_runs):
-            found[title] = [headline or Headline("–") for headline in of_runs]
-    return found
+            by_title[title] = [headline or Headline("–") for headline in of_runs]
+    return by_title
 
 
 _OF_STEPS = ("reward/mean", "loss/sft", "loss/dpo")  # a step has one of them at least

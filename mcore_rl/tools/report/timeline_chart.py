@@ -52,7 +52,7 @@ def timeline_figure(
                 hovertemplate=_HOVER,
                 marker={"color": COLORS[number % len(COLORS)], "line": {"width": 0}},
             )
-    begins = {step: found - begin for step, (found, _) in _periods(lines).items()}
+    begins = {step: begun - begin for step, (begun, _) in _periods(lines).items()}
     figure.update_xaxes(tickvals=[*begins.values()], ticktext=[f"{step:,}" for step in begins])
     figure.update_xaxes(title_text=f"step; {seconds:,.4g} seconds in all", range=[0, seconds])
     order = {"categoryorder": "array", "categoryarray": [*roles.values()]}
@@ -77,7 +77,7 @@ def _last_lines(run: Run) -> list[RoleStep]:
 
 def _periods(lines: Sequence[RoleStep]) -> dict[int, tuple[float, float]]:
     """Return the begin and the end of each step: of the trainer's spans, if it has any."""
-    found: dict[int, tuple[float, float]] = {}
+    periods: dict[int, tuple[float, float]] = {}
     for line in sorted(lines, key=lambda line: line.role == TRAINER):
-        found[line.step] = (line.spans[0].start, max(span.end for span in line.spans))
-    return dict(sorted(found.items()))
+        periods[line.step] = (line.spans[0].start, max(span.end for span in line.spans))
+    return dict(sorted(periods.items()))

@@ -55,8 +55,8 @@ class OpenCheckpoint:
             share = folders.share(others, dist.get_rank(), dist.get_world_size())
             return mine | folders.sealed(place, share)
 
-        found = _everywhere(seal, folder, step)
-        digests = {name: digest for part in found for name, digest in part.items()}
+        parts = _everywhere(seal, folder, step)
+        digests = {name: digest for part in parts for name, digest in part.items()}
 
         def complete() -> None:
             if dist.get_rank() == 0:
@@ -130,9 +130,9 @@ def _disk_reason(error: BaseException, logged: Sequence[str], folder: Path) -> s
     writer succeeded has no error and probes the disk.
     """
     for text in (*map(str, _causes(error)), *logged):
-        for found in _ERRNO.finditer(text):
-            if int(found[1]) in _DISK_ERRORS:
-                return found[0]
+        for match in _ERRNO.finditer(text):
+            if int(match[1]) in _DISK_ERRORS:
+                return match[0]
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(1 << 20))

@@ -251,8 +251,8 @@ def refuse_to_fall_behind(save: Path, first_step: int) -> None:
 
 def files_of(folder: Path) -> list[Path]:
     """Return all files of a checkpoint but its own records, relative to it, in a fixed order."""
-    found = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
-    return [path for path in found if path.as_posix() not in (COMPLETE, INTEGRITY)]
+    paths = (path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file())
+    return [path for path in paths if path.as_posix() not in (COMPLETE, INTEGRITY)]
 
 
 def share(files: Sequence[Path], rank: int, world_size: int) -> list[Path]:
@@ -262,11 +262,11 @@ def share(files: Sequence[Path], rank: int, world_size: int) -> list[Path]:
 
 def sealed(folder: Path, files: Sequence[Path]) -> dict[str, str]:
     """Return the hexadecimal SHA-256 of files of a checkpoint, and flush them to the disk."""
-    found = {}
+    digests = {}
     for file in files:
-        found[file.as_posix()] = _sha256(folder / file)
+        digests[file.as_posix()] = _sha256(folder / file)
         sync(folder / file)
-    return found
+    return digests
 
 
 def complete(
@@ -321,13 +321,13 @@ def recover(folder: Path) -> list[int]:
     The tracker then names the newest: without one, or if it is not a number, Megatron takes the
     folder for empty, or exits.
     """
-    found = sorted(complete_steps(saving_folder(folder)))
-    for step in found:
+    saved = sorted(complete_steps(saving_folder(folder)))
+    for step in saved:
         _move_into_place(folder, step)
     tracked, newest = tracked_step(folder), max(complete_steps(folder), default=None)
     if newest is not None and (tracked is None or tracked < newest):
         replace_text(folder / TRACKER, str(newest))
-    return found
+    return saved
 
 
 def _move_into_place(folder: Path, step: int) -> Path:
@@ -362,7 +362,7 @@ def damage(folder: Path, step: int, *, rank: int = 0, world_size: int = 1) -> li
     Sizes are compared for all files, digests for this reader's share.
     """
     place = folder / iteration_name(step)
-    sizes, found = _record(place, step), []
+    sizes, damaged = _record(place, step), []
     if sizes is None:
         return [Damage(place / COMPLETE, "it is not there or cannot be read")]
     try:
@@ -375,20 +375,20 @@ def damage(folder: Path, step: int, *, rank: int = 0, world_size: int = 1) -> li
         with contextlib.suppress(OSError):
             now = (place / name).stat().st_size
             if now != size:
-                found.append(Damage(place / name, f"{now} bytes instead of {size}"))
+                damaged.append(Damage(place / name, f"{now} bytes instead of {size}"))
             continue
-        found.append(Damage(place / name, "it is missing"))
-    if found:
-        return found
+        damaged.append(Damage(place / name, "it is missing"))
+    if damaged:
+        return damaged
     for file in share([Path(name) for name in sorted(sizes)], rank, world_size):
         try:
             changed = _sha256(place / file) != expected.get(file.as_posix())
         except OSError as error:
-            found.append(Damage(place / file, f"it cannot be read ({error})"))
+            damaged.append(Damage(place / file, f"it cannot be read ({error})"))
             continue
         if changed:
-            found.append(Damage(place / file, "its content has changed (SHA-256)"))
-    return found
+            damaged.append(Damage(place / file, "its content has changed (SHA-256)"))
+    return damaged
 
 
 def recorded_bytes(folder: Path, step: int) -> int:

@@ -156,13 +156,13 @@ def choose(folder: Path, *, beside: Sequence[Path] = (), step: int | None = None
     damaged.
     """
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    found: tuple[list[Path], list[int]] = [], []
+    places_and_steps: tuple[list[Path], list[int]] = [], []
     if rank == 0:
         for place in (folder, *(each for each in beside if each.is_dir())):
             _recover(place)
         places = folders.places_of(folder, beside)
-        found = places, folders.common_steps(places)
-    places, steps = objects.broadcast(found)
+        places_and_steps = places, folders.common_steps(places)
+    places, steps = objects.broadcast(places_and_steps)
     steps = folders.steps_to_try(folder, steps, step)
     reports: list[Damage] = []
     for candidate in steps:
@@ -207,7 +207,7 @@ def _damage(places: Sequence[Path], step: int, rank: int, world_size: int) -> li
         for damage in folders.damage(place, step, rank=rank, world_size=world_size)
     ]
     everywhere = objects.all_gather(mine)
-    return sorted({damage for found in everywhere for damage in found}, key=str)
+    return sorted({damage for damages in everywhere for damage in damages}, key=str)
 
 
 def misplaced_optimizer(state: TrainerState, args: argparse.Namespace) -> str:

@@ -80,9 +80,9 @@ def _score(step: int, scores: Mapping[int, float]) -> float | None:
 def scores_of(metrics: Mapping[int, Mapping[str, float]]) -> dict[int, float]:
     """Return the evaluations in a run's metrics by step, higher is better: the held-out accuracy,
     or the held-out loss with the opposite sign. Values that are not finite do not count."""
-    found = {}
+    scores = {}
     for step, of_step in metrics.items():
         for name, sign in (("eval/accuracy", 1.0), ("eval/loss", -1.0)):
             if math.isfinite(value := of_step.get(name, math.nan)):
-                found[step] = sign * value
-    return found
+                scores[step] = sign * value
+    return scores

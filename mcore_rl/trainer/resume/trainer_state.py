@@ -127,10 +127,15 @@ def load_trainer_state(
 
 def _rows_of(rows: Mapping[str, torch.Tensor], name: str, folder: Path) -> torch.Tensor:
     """Return `[ranks, bytes]` uint8."""
-    found = rows.get(name)
-    if found is None or found.dim() != 2 or not len(found) or found.dtype != torch.uint8:
+    of_ranks = rows.get(name)
+    if (
+        of_ranks is None
+        or of_ranks.dim() != 2
+        or not len(of_ranks)
+        or of_ranks.dtype != torch.uint8
+    ):
         raise not_held(folder, _STATE, f"it has no rows of bytes called {name}")
-    return found
+    return of_ranks
 
 
 def _random_states(row: torch.Tensor, folder: Path) -> RngState:

@@ -358,10 +358,10 @@ class ServedCritic:
         assert self._step is not None, "values before divide"
         table, division, rank = self._step.table, self._step.division, dist.get_rank()
         mine = division.every.of(rank)
-        found = rows_to_tokens(tokens.rows, table.lengths[mine])
+        own_tokens = rows_to_tokens(tokens.rows, table.lengths[mine])
         batch = batch_by_plan(
             table,
-            dict(zip(mine.tolist(), found, strict=True)),
+            dict(zip(mine.tolist(), own_tokens, strict=True)),
             self._step.epochs,
             self.model.layout.dp_rank(rank),
         )
@@ -386,17 +386,17 @@ class ServedCritic:
         }
 
     def _metrics(self) -> dict[str, float]:
-        found = {"critic/learning_rate": self.model.optimizer.learning_rate}
+        metrics = {"critic/learning_rate": self.model.optimizer.learning_rate}
         if self._is_separate:
             host_bytes, device_bytes = highest_bytes()
             peaks = torch.tensor(
                 [host_bytes, device_bytes], dtype=torch.float64, device=self.model.runner.device
             )
             dist.all_reduce(peaks, op=dist.ReduceOp.MAX)
-            found.update({f"critic/{name}_seconds": each for name, each in self._seconds.items()})
-            found["critic/host_peak_bytes"] = float(peaks[0])
-            found["critic/device_peak_bytes"] = float(peaks[1])
-        return found
+            metrics.update({f"critic/{name}_seconds": each for name, each in self._seconds.items()})
+            metrics["critic/host_peak_bytes"] = float(peaks[0])
+            metrics["critic/device_peak_bytes"] = float(peaks[1])
+        return metrics
 
     def save(self, *, num_steps: int, folder: str) -> None:
         """Begin a Megatron checkpoint next to the actor's."""

@@ -88,8 +88,8 @@ class ForwardModel:
         """
         rank = dist.get_rank()
         mine = self._wanted.of(rank)
-        found = rows_to_tokens(tokens.rows, self._table.lengths[mine])
-        of_sample = dict(zip(mine.tolist(), found, strict=True))
+        own_tokens = rows_to_tokens(tokens.rows, self._table.lengths[mine])
+        of_sample = dict(zip(mine.tolist(), own_tokens, strict=True))
         cuts = self._plan[self.world.layout.dp_rank(rank)]
         tokens_of = {row: of_sample[self._rows[row]] for row in samples_of(cuts).tolist()}
         return build_train_batch(self._table, tokens_of, cuts)

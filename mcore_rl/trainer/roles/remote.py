@@ -91,8 +91,8 @@ class LocalRole(Role):
     ) -> Callable[[], Answer]:
         call: Callable[..., Any] = getattr(self.served, method.__name__)  # as `serve` does
         answer = call(**_delivered(arguments, _within_world))
-        found: Any = None if answer is None else _delivered(answer, _within_world)
-        return lambda: cast("Answer", found)
+        delivered: Any = None if answer is None else _delivered(answer, _within_world)
+        return lambda: cast("Answer", delivered)
 
     def close(self) -> None:
         """Do nothing: no other process waits for a call."""
@@ -388,8 +388,8 @@ def _decoded(receive: Callable[[torch.Tensor], None]) -> Message:
             return Shares(tuple(parts), tuple(tuple(place) for place in ranks))
         if kind == "exchange":
             lengths, source, target, dtype, shape = how
-            found = received(*lengths).numpy(), received(*source), received(*target)
-            return RowExchange(*found, np.empty((0, *shape), dtype=dtype))
+            described = received(*lengths).numpy(), received(*source), received(*target)
+            return RowExchange(*described, np.empty((0, *shape), dtype=dtype))
         tensor = torch.empty(how[1], dtype=getattr(torch, how[0]))
         if tensor.numel():
             receive(tensor)

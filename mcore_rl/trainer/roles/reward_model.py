@@ -81,12 +81,12 @@ class ModelReward:
 
     def outcomes(self, sample_store: SampleStore, table: SampleTable) -> list[Outcome]:
         """Return the outcomes in order; a sample whose score is not finite has no reward."""
-        found = [
+        outcomes = [
             Outcome(score)
             if math.isfinite(score)
             else Outcome(0.0, "not finite", f"the reward model's score is {score}")
             for score in self.scores(sample_store, table).tolist()
         ]
         if dist.get_rank() == 0:  # all ranks have found the same
-            self._log.note(found)
-        return found
+            self._log.note(outcomes)
+        return outcomes

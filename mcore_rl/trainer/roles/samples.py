@@ -111,14 +111,14 @@ def with_top_tokens(
     tokens."""
 
     def filled(each: TrainBatch) -> TrainBatch:
-        found = np.zeros((each.num_tokens, 2 * num_top), dtype=np.float32)
+        columns = np.zeros((each.num_tokens, 2 * num_top), dtype=np.float32)
         ends = each.lengths.cumsum(0).tolist()
         for sample, end in zip(each.sample_ids.tolist(), ends, strict=True):
             top = tokens[sample].top_tokens
             assert top is not None, "the samples come without them"
-            here = found[end - 1 - len(top.ids) : end - 1]
+            here = columns[end - 1 - len(top.ids) : end - 1]
             here[:, :num_top], here[:, num_top:] = top.log_probs, top.ids  # exact below 2^24
-        return dataclasses.replace(each, top_tokens=torch.from_numpy(found))
+        return dataclasses.replace(each, top_tokens=torch.from_numpy(columns))
 
     return dataclasses.replace(filled(batch), later=tuple(filled(each) for each in batch.later))
 
@@ -174,7 +174,7 @@ def _found_later(
     moved = []
     for each in batch.later:
         parts = np.split(known.of(each.sample_ids.numpy()), ends, axis=1)
-        found: dict[str, Any] = {
+        known_fields: dict[str, Any] = {
             name: torch.from_numpy(
                 np.ascontiguousarray(part)
                 .view(value.dtype)
@@ -182,5 +182,5 @@ def _found_later(
             )
             for (name, value), part in zip(fields.items(), parts, strict=True)
         }
-        moved.append(dataclasses.replace(each, **found))
+        moved.append(dataclasses.replace(each, **known_fields))
     return tuple(moved)

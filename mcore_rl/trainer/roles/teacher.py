@@ -84,11 +84,11 @@ class TeacherModel(ForwardModel, TeacherRole):
     def scores(self, *, tokens: RowExchange, asked_by: Shares) -> Scores:
         batch, is_lacked = known_to(self.vocab_size, self.received(tokens))
         with self.world:
-            found = teacher_columns(
+            columns = teacher_columns(
                 self.runner.evaluate, batch, self.num_top_tokens, self.hidden_size
             )
-        found[:-1, 0][is_lacked[1:]] = _LACKED_LOG_PROB
-        return {"scores": self.answered(batch, found.numpy(), asked_by)}
+        columns[:-1, 0][is_lacked[1:]] = _LACKED_LOG_PROB
+        return {"scores": self.answered(batch, columns.numpy(), asked_by)}
 
 
 def known_to(vocab_size: int, batch: TrainBatch) -> tuple[TrainBatch, torch.Tensor]:
@@ -110,14 +110,14 @@ def teacher_columns(
     `evaluate` is a policy's, see `ModelRunner`; `hidden_size` is 0 if hidden states are not needed.
     """
     k = num_top_tokens
-    found = evaluate(
+    columns = evaluate(
         batch,
         2 + 2 * k + hidden_size,
         with_entropy=False,
         top_k=k,
         with_hidden=hidden_size > 0,
     )
-    return torch.cat([found[:, :1], found[:, 2:]], dim=1)
+    return torch.cat([columns[:, :1], columns[:, 2:]], dim=1)
 
 
 def build_teacher_model(
@@ -245,17 +245,17 @@ class CalledTeacher(Teacher):
         number = np.full(len(batch.division.lengths), -1)
         number[self._samples] = np.arange(len(self._samples))
         asking = batch.division.first
-        found = [number[samples] for samples in asking.samples]
-        asked_by = Shares(tuple(each[each >= 0] for each in found), asking.ranks)
+        places = [number[samples] for samples in asking.samples]
+        asked_by = Shares(tuple(each[each >= 0] for each in places), asking.ranks)
         finish = self._role.begin(TeacherRole.scores, tokens=self._tokens, asked_by=asked_by)
         self._tokens = None
 
         def placed() -> torch.Tensor:
             samples = batch.actor
             here = torch.from_numpy(number[samples.sample_ids.numpy()] >= 0)
-            found = torch.from_numpy(finish()["scores"].rows)
-            scores = torch.zeros(samples.num_tokens, found.shape[1])
-            scores[here.repeat_interleave(samples.lengths)] = found
+            rows = torch.from_numpy(finish()["scores"].rows)
+            scores = torch.zeros(samples.num_tokens, rows.shape[1])
+            scores[here.repeat_interleave(samples.lengths)] = rows
             return scores
 
         return placed
@@ -299,11 +299,11 @@ class StepTeachers:
 
         def finish() -> torch.Tensor:
             of_tokens = of_samples.repeat_interleave(samples.lengths)[:, None]
-            found = [(number, wait()) for number, wait in waits]
+            answers = [(number, wait()) for number, wait in waits]
             scores = torch.zeros(samples.num_tokens, 1)
-            if found:
-                scores = torch.zeros_like(found[0][1])
-            for number, of_teacher in found:
+            if answers:
+                scores = torch.zeros_like(answers[0][1])
+            for number, of_teacher in answers:
                 scores = torch.where(of_tokens == number, of_teacher, scores)
             return scores
 

@@ -66,7 +66,11 @@ from mcore_rl.trainer.models import (
 from mcore_rl.trainer.plan_inputs import model_of_args
 from mcore_rl.trainer.recorder import RunRecorder
 from mcore_rl.trainer.resume import point as resume_point
-from mcore_rl.trainer.resume.point import ResumePoint, find_resume_point
+from mcore_rl.trainer.resume.point import (
+    ResumePoint,
+    find_resume_point,
+    warn_of_other_demonstrations,
+)
 from mcore_rl.trainer.resume.trainer_state import LOADED, date_of_checkpoints
 from mcore_rl.trainer.roles.remote import LocalRole, RemoteRole, Role
 from mcore_rl.trainer.rollouts import LocalRollouts, Rollouts
@@ -261,6 +265,8 @@ def build_models(
     )
     if (rows := read_mixed(job.spec, date=inputs.day)) is not None:
         log_examples(rows, flag="--rl-sft-demonstrations")
+        if inputs.point is not None:
+            warn_of_other_demonstrations(inputs.point.state, rows)
         learner.demonstrations = MixedDemonstrations(job, rows)
     if inputs.point is not None:
         learner.kl_controller.load_state_dict(dict(inputs.point.state.kl_controller))

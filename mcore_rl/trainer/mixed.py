@@ -49,6 +49,7 @@ class MixedDemonstrations:
 
     def __init__(self, job: Job, rows: Demonstrations) -> None:
         self._job, self._store = job, DemonstrationStore(job, rows)
+        self.fingerprint = rows.fingerprint
 
     def mini_batches(self, step: int) -> list[TrainBatch]:
         """Return this data-parallel rank's part of the rows of each mini-batch. Local."""

@@ -166,7 +166,7 @@ class RunSaver:
         return writers
 
     def _trainer_state(self, num_steps: int) -> TrainerState:
-        reference = self._learner.reference
+        reference, demonstrations = self._learner.reference, self._learner.demonstrations
         state = TrainerState(
             step=num_steps,
             layout=self._job.spec.train_layout.describe(),
@@ -181,6 +181,7 @@ class RunSaver:
             optimizer_by_parameter=True,
             date=self._day,
             lora="" if (lora := self._job.spec.lora) is None else lora.describe(),
+            demonstrations="" if demonstrations is None else demonstrations.fingerprint,
         )
         prompts = self._prompts
         begin = prompts.begin if isinstance(prompts, PromptSources) else Begin()

@@ -23,6 +23,8 @@ from torch.distributed.checkpoint import save as save_checkpoint
 from mcore_rl import train
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
+from mcore_rl.data.demonstrations import Demonstrations
+from mcore_rl.data.prompt_cache import SCHEMA
 from mcore_rl.data.prompts import PromptSources
 from mcore_rl.data.source_position import Begin, changes_between, continued
 from mcore_rl.job import start as start_module
@@ -39,6 +41,7 @@ from mcore_rl.trainer.resume.point import (
     _with_known_prompts,
     lost_reference,
     misplaced_optimizer,
+    warn_of_other_demonstrations,
 )
 from mcore_rl.trainer.resume.save_rule import MINUTES, SaveRule, scores_of
 from mcore_rl.trainer.resume.trainer_state import (
@@ -325,6 +328,17 @@ def test_one_rank_says_that_prompts_are_others(rank: int, monkeypatch, caplog) -
     assert [record.getMessage() for record in caplog.records] == [
         "[Resume] --rl-prompts are others than before: they begin with the first"
     ] * (rank == 0)
+
+
+@pytest.mark.parametrize("before", ["the same", "others", "none"])
+def test_other_demonstrations_beside_a_resumed_run_are_noticed(before: str, caplog) -> None:
+    rows = Demonstrations(SCHEMA.empty_table(), 64)
+    known = {"the same": rows.fingerprint, "others": rows.fingerprint + "0", "none": ""}
+    state = TrainerState(3, "TP1", demonstrations=known[before])
+    stored_state = _state(row_of(dataclasses.asdict(state)), Path("there"))
+    warn_of_other_demonstrations(stored_state, rows)
+    warns = "--rl-sft-demonstrations are others than before step 3" in caplog.text
+    assert warns == (before == "others")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "[4, [[1, 2]]]", '[0, [["a", 1, "x"]]]', "[4, 5]"])

@@ -16,7 +16,7 @@ from mcore_rl.common import objects
 from mcore_rl.common.agreement import agreed
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
-from mcore_rl.data.demonstrations import Drawn
+from mcore_rl.data.demonstrations import Demonstrations, Drawn
 from mcore_rl.data.options import CONTINUE, RESTART, STOP
 from mcore_rl.data.prompts import PromptSources
 from mcore_rl.data.source_position import Begin, changes_between, continued
@@ -361,6 +361,16 @@ def _with_known_prompts(
         after or "no source",
     )
     return state.drawing(position, begin)
+
+
+def warn_of_other_demonstrations(state: TrainerState, rows: Demonstrations) -> None:
+    """Warn on the first rank if a resumed run learns other rows besides than before."""
+    if rows.are_those_of(state.demonstrations) is False:
+        _warn(
+            "[Resume] --rl-sft-demonstrations are others than before step %d: their rows are drawn "
+            "as if they had been there from the first step",
+            state.step,
+        )
 
 
 def _warn(text: str, *values: object) -> None:

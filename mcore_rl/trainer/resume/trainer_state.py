@@ -40,7 +40,7 @@ LOADED = "loaded"
 # Facts that checkpoints of earlier versions may lack.
 _LATER_FACTS = {
     *("began_with", "date", "entropy_controller", "lora", "optimizer_by_parameter"),
-    *("sources_began_at", "sources_drawn", "only_source", "branch"),
+    *("sources_began_at", "sources_drawn", "only_source", "branch", "demonstrations"),
 }
 _MOST_FACT_BYTES = 1 << 20
 _MOST_COUNTED = 1 << 53
@@ -73,6 +73,7 @@ class TrainerState:
     sources_drawn: Mapping[str, int] = field(default_factory=dict)
     only_source: str = ""
     branch: str = ""  # of the bank (`rollout.branch`); "": nothing was sampled ahead
+    demonstrations: str = ""  # fingerprint of --rl-sft-demonstrations
 
     @property
     def begin(self) -> Begin:

@@ -28,6 +28,7 @@ from mcore_rl.data.prompts import (
     log_bad_rows,
     prompt_source,
 )
+from mcore_rl.data.source_position import Begin
 from mcore_rl.data.sources import EVAL_PROMPTS, PROMPTS, source_of_rows
 
 logger = logging.getLogger(__name__)
@@ -40,11 +41,18 @@ class Demonstrations(PromptDataset):
 
     kind = DEMONSTRATIONS
     samples_per_row = 1
+    # Of `PromptSources`: there is one source.
+    begin = Begin()
+    may_continue = False
 
     def __init__(self, table: pa.Table, max_tokens: int) -> None:
         super().__init__(table, max_tokens)
         self.table, self.max_tokens = table, max_tokens
         self._token_ids, self._spans = (table.column(name) for name in ("token_ids", "spans"))
+
+    def begun(self, begin: Begin) -> Demonstrations:
+        """Return the same rows: they begin with the first."""
+        return self
 
     def lengths(self, position: int) -> list[tuple[int, int]]:
         """Return, per sample of the row, the tokens before the first to learn, and all others."""

@@ -153,6 +153,8 @@ class PromptSources:
     epoch, in an order of its own.
     """
 
+    may_continue = True  # where a run was, with other sources: --rl-on-changed-prompts continue
+
     def __init__(
         self,
         parts: Sequence[tuple[SourceSpec, PromptDataset]],

@@ -215,7 +215,7 @@ def read_inputs(job: Job) -> Inputs:
     log_examples(prompts.parts[0] if isinstance(prompts, PromptSources) else prompts)
     close_all()  # of the tokenizer: prompts are tokenised, and environments start another one
     point = find_resume_point(job.spec, job.args, prompts, eval_prompts)
-    if point is not None and isinstance(prompts, PromptSources):
+    if point is not None:
         prompts = prompts.begun(point.state.begin)
     return Inputs(prompts, eval_prompts, day, point, _began_with(job, point), branch_of(job, point))
 

@@ -14,8 +14,6 @@ import torch.distributed as dist
 
 from mcore_rl.common import objects
 from mcore_rl.data.demonstrations import Drawn
-from mcore_rl.data.prompts import PromptSources
-from mcore_rl.data.source_position import Begin
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.observe.run_directory import read_metrics
@@ -183,9 +181,7 @@ class RunSaver:
             lora="" if (lora := self._job.spec.lora) is None else lora.describe(),
             demonstrations="" if demonstrations is None else demonstrations.fingerprint,
         )
-        prompts = self._prompts
-        begin = prompts.begin if isinstance(prompts, PromptSources) else Begin()
-        return state.drawing(self._rollouts.position, begin)
+        return state.drawing(self._rollouts.position, self._prompts.begin)
 
 
 def early_exit(args: argparse.Namespace, num_steps: int) -> str | None:

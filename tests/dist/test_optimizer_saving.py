@@ -83,6 +83,16 @@ def test_the_content_is_that_of_megatrons_own_code(
         assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
 
 
+def test_an_offloaded_optimizer_learns_the_same(saved: Callable[[str], Saved]) -> None:
+    here, offloaded = (tensors_in(saved(layout).folder / "ours") for layout in ("DP2", OFFLOADED))
+    assert here.keys() == offloaded.keys()
+    for name, tensor in here.items():
+        if name.startswith("optimizer.state.param."):  # Adam's last operation is fused or not
+            torch.testing.assert_close(offloaded[name], tensor, rtol=2e-7, atol=1e-9)
+        else:
+            assert torch.equal(offloaded[name], tensor), name
+
+
 def test_memory_to_save_does_not_grow_with_data_parallelism(
     saved: Callable[[str], Saved],
 ) -> None:

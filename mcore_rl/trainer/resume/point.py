@@ -333,7 +333,7 @@ def _with_known_prompts(
     if are_same is not False:
         return state
     choice = config.data.on_changed_prompts
-    if choice == STOP or (choice == CONTINUE and not isinstance(prompts, PromptSources)):
+    if choice == STOP or (choice == CONTINUE and not prompts.may_continue):
         why = changes_between(state.prompts, prompts.fingerprint) or (
             "the file, the tokenizer, the chat template, a library or --rl-max-prompt-tokens has "
             "changed"
@@ -346,7 +346,7 @@ def _with_known_prompts(
             f"{RESTART}"
             + (
                 f", or continue those that are the same by {CONTINUE}"
-                if isinstance(prompts, PromptSources)
+                if prompts.may_continue
                 else ""
             ),
         )

@@ -9,7 +9,7 @@ import functools
 import importlib
 import importlib.metadata
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_rl.common.errors import UsageError
 
@@ -19,11 +19,12 @@ WEIGHT_GRADIENTS = "fused_weight_gradient_mlp_cuda"
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """The packages that are available. Without `cuda` the other fields do not matter."""
+    """The packages that are available. Without `cuda` the next two fields do not matter."""
 
     cuda: bool
     transformer_engine: tuple[int, ...] | None = None  # (2, 20, 2); None: cannot be imported
     fused_weight_gradients: bool = False  # WEIGHT_GRADIENTS can be imported
+    emerging_optimizers: bool = True  # Muon, Lion and others can be imported
 
     @property
     def lacks(self) -> str:
@@ -45,12 +46,14 @@ def find_platform() -> Platform:
     """Return this machine's platform. Raises UsageError if Transformer Engine is broken."""
     import torch
 
+    emerging_optimizers = _can_import("emerging_optimizers")
     if not torch.cuda.is_available():
-        return WITHOUT_CUDA
+        return replace(WITHOUT_CUDA, emerging_optimizers=emerging_optimizers)
     return Platform(
         cuda=True,
         transformer_engine=_transformer_engine(),
         fused_weight_gradients=_can_import(WEIGHT_GRADIENTS),
+        emerging_optimizers=emerging_optimizers,
     )
 
 

@@ -236,6 +236,12 @@ def _refuse_what_is_not_here(
                 flag=names.shown(dest, given[dest]),
                 remedy="drop it",
             )
+    if given.get("optimizer", "adam") not in ("adam", "sgd") and not platform.emerging_optimizers:
+        raise UsageError(
+            "needs the package emerging-optimizers, which cannot be imported here",
+            flag=names.shown("optimizer", given["optimizer"]),
+            remedy="install it, or give --optimizer adam",
+        )
     if platform.transformer_engine is not None:
         if given.get("transformer_impl") == "local":
             raise UsageError(

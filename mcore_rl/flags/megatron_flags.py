@@ -442,6 +442,10 @@ REFUSED_VALUES: Mapping[str, tuple[tuple[str, ...], Refusal]] = {
         ("inference_optimized",),
         Refusal("builds layers of Megatron's own inference", "give transformer_engine"),
     ),
+    "optimizer": (
+        ("sgd",),
+        Refusal("cannot be saved in Megatron's distributed checkpoints", "give --optimizer adam"),
+    ),
     "moe_router_load_balancing_type": (("sinkhorn", "quantile_balancing"), _NOT_VLLM),
     "attention_backend": (
         ("local",),

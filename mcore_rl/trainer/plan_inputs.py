@@ -42,7 +42,7 @@ from mcore_rl.spec import LaidOut
 
 _DTYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 # Moments of each optimizer, for parameters that are matrices; others may have more.
-_MOMENTS = {"adam": 2, "sgd": 1, "lion": 1, "muon": 1, "dist_muon": 1, "adaptive_muon": 2}
+_MOMENTS = {"adam": 2, "lion": 1, "muon": 1, "dist_muon": 1, "adaptive_muon": 2}
 _WITHOUT_LIMIT = 1 << 60
 
 

@@ -138,7 +138,7 @@ def test_yaml_and_command_line_give_the_same_plan(tmp_path: Path) -> None:
         ("--rl-precision fp32", "weights_bytes", 2),
         ("--grad-reduce-in-bf16", "gradients_bytes", 0.5),
         ("--use-precision-aware-optimizer --exp-avg-dtype bf16", "optimizer_bytes", 10 / 12),
-        ("--optimizer sgd", "optimizer_bytes", 8 / 12),
+        ("--optimizer lion", "optimizer_bytes", 8 / 12),
         ("--rl-precision fp32", "optimizer_bytes", 8 / 12),
         ("--optimizer-cpu-offload --optimizer-offload-fraction 0.75", "optimizer_bytes", 0.25),
         ("--tensor-model-parallel-size 4", "optimizer_bytes", 1.0),  # TP4 x DP2 as DP8

@@ -321,6 +321,11 @@ def test_fusions_without_their_package_are_switched_off_with_cuda(
             WITHOUT_ENGINE,
             "--recompute-modules mla_up_proj needs Transformer Engine",
         ),
+        (
+            "--optimizer muon",
+            dataclasses.replace(WHOLE, emerging_optimizers=False),
+            "--optimizer muon needs the package emerging-optimizers, .*; install it, or give",
+        ),
     ],
 )
 def test_flag_for_a_missing_package_is_refused_with_cuda(

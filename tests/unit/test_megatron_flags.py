@@ -106,9 +106,10 @@ def test_refused_flags_have_names_of_messages(
         action = parser._option_string_actions[f"--{dest.replace('_', '-')}"]
         assert action.dest == dest
         # Else a run that does not give it would be refused.
-        own = {"cuda_graph_impl", "transformer_impl", "moe_router_load_balancing_type"}
-        own |= megatron_flags.OWN_RL | {"attention_backend"}
-        assert not action.default or dest in own
+        if dest in megatron_flags.REFUSED_VALUES:
+            assert action.default not in megatron_flags.REFUSED_VALUES[dest][0]
+        else:
+            assert not action.default or dest in megatron_flags.OWN_RL
 
 
 def test_flags_of_megatron_rl_loop_are_all_refused(parser: argparse.ArgumentParser) -> None:
@@ -215,6 +216,7 @@ def test_unknown_flag_of_megatron_is_noted(parser: argparse.ArgumentParser) -> N
             "type sinkhorn makes Megatron route differently",
         ),
         ("--moe-router-load-balancing-type none sinkhorn", "type sinkhorn makes Megatron route"),
+        ("--optimizer sgd", "--optimizer sgd cannot be saved .*; give --optimizer adam"),
         ("--attention-backend local", "--attention-backend local is read only by .*; give"),
         ("--transformer-impl inference_optimized", "inference; give transformer_engine"),
         ("--spec mine", "--spec mine must be a module and a name in it; correct it"),

@@ -48,6 +48,7 @@ _NEEDS_CUDA = {
     "cuda_graph_impl": ("local", "transformer_engine", "full_iteration"),
     "enable_cuda_graph": (True,),
     "external_cuda_graph": (True,),
+    "init_model_with_meta_device": (True,),
     "cpu_offloading_num_layers": range(1, 1 << 30),
     "mamba_training_ssm_states_dtype": ("bf16", "fp32"),
     "moe_token_dispatcher_type": ("flex",),
@@ -365,6 +366,8 @@ def _defaults(
         # A run resumes in any layout; otherwise the optimizer is bound to its TP and PP. Memory is
         # not a reason against it: mcore_rl.patches.megatron.optimizer_in_pieces.
         tokens.append("--dist-ckpt-optim-fully-reshardable")
+    if given.get("pad_vocab_size") is False:  # Megatron leaves the number to its own builder
+        tokens += ["--padded-vocab-size", str(shape.vocab_size)]
     if config.lora.rank:
         # Megatron's kernels would add gradients to weights that are not parameters.
         tokens.append("--no-gradient-accumulation-fusion")

@@ -56,7 +56,7 @@ HONOURED: Mapping[str, str] = {
         main_params_dtype exp_avg_dtype exp_avg_sq_dtype
     """,
     "data parallelism: DDP, the distributed optimizer, Megatron-FSDP": """
-        check_for_large_grads grad_reduce_in_bf16 accumulate_allreduce_grads_in_fp32
+        grad_reduce_in_bf16 accumulate_allreduce_grads_in_fp32
         use_megatron_fsdp overlap_grad_reduce ddp_num_buckets ddp_bucket_size
         ddp_pad_buckets_for_high_nccl_busbw ddp_reduce_scatter_with_fp32_accumulation
         ddp_param_name_patterns_for_fp32_local_accumulation ddp_average_in_collective
@@ -71,7 +71,7 @@ HONOURED: Mapping[str, str] = {
     """,
     "Megatron's start: process groups, random states, logging": """
         pipeline_model_parallel_comm_backend deterministic_mode config_logger_dir
-        batch_invariant_mode te_rng_tracker inference_rng_tracker data_parallel_random_init
+        batch_invariant_mode te_rng_tracker data_parallel_random_init
         distributed_backend distributed_timeout_minutes local_rank nccl_communicator_config_path
         use_gloo_process_groups use_sharp sharp_enabled_group high_priority_stream_groups
         flight_recorder_dump_path flight_recorder_trace_buffer_size flight_recorder_dump_on_timeout
@@ -378,6 +378,11 @@ REFUSED: Mapping[str, Refusal] = {
     "lr_wsd_decay_samples": _COUNTS_SAMPLES,
     "iterations_to_skip": _OWN_LOOP,
     "qk_clip": _OWN_LOOP,
+    "check_for_large_grads": _OWN_LOOP,
+    # Training would draw from no states of its own, and its checkpoints have none.
+    "inference_rng_tracker": Refusal(
+        "is for Megatron's own inference, and vLLM generates", "drop it"
+    ),
     # Completed at the beginning of a step of that loop: weights would be stale.
     "reuse_grad_buf_for_mxfp8_param_ag": _OWN_LOOP,
     "moe_expert_capacity_factor": _NOT_VLLM,

@@ -74,6 +74,13 @@ def check_megatron_accepts(
             else f"--tokenizer-type {args.tokenizer_type}",
             remedy="drop the flag, the checkpoint's own vocabulary is used",
         )
+    if args.padded_vocab_size % args.tensor_model_parallel_size:
+        raise UsageError(
+            f"leaves {args.padded_vocab_size} tokens, which --tensor-model-parallel-size "
+            f"{args.tensor_model_parallel_size} does not divide",
+            flag=f"--padded-vocab-size {padded}" if args.pad_vocab_size else "--no-pad-vocab-size",
+            remedy="drop it",
+        )
 
 
 def _reason(error: BaseException, printed: str) -> str:

@@ -287,7 +287,8 @@ class LocalRMSNorm(torch.nn.Module):
 
     `weight` `[hidden_size]` is replicated over TP. Under sequence parallelism each TP rank has its
     share of the positions; the weight's attribute makes Megatron sum the partial gradients. With
-    --apply-layernorm-1p the factor is 1 + weight, added in float32.
+    --apply-layernorm-1p the factor is 1 + weight, added in float32. The result has the parameters'
+    dtype, also of a residual stream in float32 (--fp32-residual-connection).
     """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
@@ -307,7 +308,10 @@ class LocalRMSNorm(torch.nn.Module):
         """Normalise the last dimension of `x`."""
         if self.is_zero_centered:
             factor = 1.0 + self.weight.float()
-            return F.rms_norm(x.float(), (x.shape[-1],), factor, self.eps).to(x.dtype)
+            return F.rms_norm(x.float(), (x.shape[-1],), factor, self.eps).to(self.weight.dtype)
+        if x.dtype != self.weight.dtype:
+            normed = F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+            return normed.to(self.weight.dtype)
         return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
 
 

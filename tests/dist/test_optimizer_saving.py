@@ -103,6 +103,24 @@ def test_memory_to_save_does_not_grow_with_data_parallelism(
             assert found["megatrons peak"] > whole  # it gathers all of it on every rank
 
 
+def test_flags_that_change_the_model_are_saved_and_loaded(
+    checkpoint_factory: Callable[..., Path], ranks: RankPool, tmp_path: Path
+) -> None:
+    """A residual stream in float32 between layers in bfloat16, and no rows of padding."""
+    flags = job_flags(
+        checkpoint_factory("deepseek_v3"),
+        "tp1_pp1_ep1",
+        *("--fp32-residual-connection", "--no-pad-vocab-size"),
+        precision="bf16",
+        micro_batch_size=1,
+    )
+    jobs, target = "tests.dist.saving_jobs", tmp_path / "saved"
+    (before,) = ranks.run(f"{jobs}:learn_and_save", world_size=1, flags=flags, target=target)
+    loads = [*flags, "--load", str(target / "ours")]
+    (after,) = ranks.run(f"{jobs}:load", world_size=1, flags=loads)
+    assert after["optimizer"] == before["optimizer"] != {}
+
+
 # Other settings than before, and whether they count: of the derived flag, and of its opposite.
 OTHERS = "--lr 3e-6 --min-lr 2e-6 --adam-beta2 0.9".split()
 SETTINGS = {

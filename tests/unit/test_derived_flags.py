@@ -211,6 +211,7 @@ def test_megatrons_own_layers_of_a_hybrid_model_are_accepted() -> None:
         ("--distributed-backend nccl", "without CUDA, .* needs --distributed-backend gloo"),
         ("--cuda-graph-impl local", "--cuda-graph-impl local needs CUDA"),
         ("--enable-cuda-graph", "--enable-cuda-graph needs CUDA"),
+        ("--init-model-with-meta-device", "--init-model-with-meta-device needs CUDA"),
         ("--cpu-offloading-num-layers 3", "--cpu-offloading-num-layers 3 needs CUDA"),
         ("--moe-token-dispatcher-type flex", "--moe-token-dispatcher-type flex needs CUDA"),
         ("--recompute-modules core_attn layernorm", "--recompute-modules layernorm needs Trans"),
@@ -649,6 +650,10 @@ def test_tokenizer_with_too_few_tokens_is_refused(tmp_path: Path) -> None:
             "--padded-vocab-size 7",
             "--padded-vocab-size 7 gives Megatron 7 tokens, but .* is 151936",
         ),
+        (
+            "--padded-vocab-size 151937 --tensor-model-parallel-size 2",
+            "--padded-vocab-size 151937 leaves 151937 tokens, which .* 2 does not divide; drop it",
+        ),
         ("--pipeline-model-parallel-layout=", r"Megatron refuses these flags \(list index out of"),
     ],
 )
@@ -656,4 +661,11 @@ def test_values_that_megatron_cannot_use_are_refused(tokens: str, says: str) -> 
     shape = shape_of(QWEN3_600M)
     derived = derive(shape, tokens)
     with pytest.raises(UsageError, match=says):
-        check_megatron_accepts([*derived.tokens, *tokens.split()], shape)
+        check_megatron_accepts([*derived.tokens, *tokens.split()], shape, world_size=2)
+
+
+def test_vocabulary_is_that_of_the_checkpoint_without_padding() -> None:
+    shape = shape_of(QWEN3_600M)
+    derived = derive(shape, "--no-pad-vocab-size")
+    assert "--padded-vocab-size 151936" in " ".join(derived.defaults)
+    check_megatron_accepts([*derived.tokens, "--no-pad-vocab-size"], shape)

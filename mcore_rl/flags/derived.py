@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,13 +43,25 @@ CPU_FLAGS = [
     *"--no-bias-swiglu-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion".split(),
 ]
 
-# Values that pass Megatron's validation and fail when the model is built.
-_NEEDS_CUDA = {
+
+class _Any(Container[object]):
+    """All values of a flag but those that leave it off."""
+
+    def __contains__(self, value: object) -> bool:
+        return bool(value)
+
+
+# Values that pass Megatron's validation and fail when it starts, or when the model is built.
+_NEEDS_CUDA: Mapping[str, Container[object]] = {
     "cuda_graph_impl": ("local", "transformer_engine", "full_iteration"),
-    "enable_cuda_graph": (True,),
-    "external_cuda_graph": (True,),
-    "init_model_with_meta_device": (True,),
-    "cpu_offloading_num_layers": range(1, 1 << 30),
+    "enable_cuda_graph": _Any(),
+    "external_cuda_graph": _Any(),
+    "init_model_with_meta_device": _Any(),
+    "cpu_offloading_num_layers": _Any(),
+    "high_priority_stream_groups": _Any(),
+    "nccl_ub": _Any(),
+    "pipeline_model_parallel_comm_backend": ("ucc",),
+    "use_sharp": _Any(),
     "mamba_training_ssm_states_dtype": ("bf16", "fp32"),
     "moe_token_dispatcher_type": ("flex",),
 }

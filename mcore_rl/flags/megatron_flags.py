@@ -70,7 +70,7 @@ HONOURED: Mapping[str, str] = {
         megatron_fsdp_max_pool_double_buffer fsdp_db_use_persist_buf_on_alloc_fail
     """,
     "Megatron's start: process groups, random states, logging": """
-        pipeline_model_parallel_comm_backend deterministic_mode config_logger_dir
+        pipeline_model_parallel_comm_backend deterministic_mode
         batch_invariant_mode te_rng_tracker data_parallel_random_init
         distributed_backend distributed_timeout_minutes local_rank nccl_communicator_config_path
         use_gloo_process_groups use_sharp sharp_enabled_group high_priority_stream_groups
@@ -424,6 +424,10 @@ REFUSED: Mapping[str, Refusal] = {
     "logits_load_dir": _DISTILLATION,
     "exit_signal_handler_for_training": Refusal("ends a run without saving it", _EXITS),
     "adlr_autoresume": Refusal("is left to Megatron's own training loop", _EXITS),
+    "config_logger_dir": Refusal(
+        "makes Megatron fail, which cannot write process groups",
+        "drop it, all flags and their values are in config.yaml of the run directory",
+    ),
     "override_ckpt_iteration": Refusal("gives a checkpoint a wrong step", "drop it"),
     **dict.fromkeys(sorted(OWN_RL - {"perform_rl_step"}), OWN_RL_REASON),
 }

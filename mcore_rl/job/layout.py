@@ -209,8 +209,12 @@ def _stages(shape: ModelShape, pp_size: int, values: Mapping[str, Any]) -> Pipel
         return _custom_stages(values["pipeline_model_parallel_layout"], shape, pp_size)
     counted = [bool(values.get(dest)) for dest in _COUNTED]
     if (shape.num_layers + sum(counted)) % pp_size and not ends:
+        flags = [
+            as_flag(dest) for dest, is_counted in zip(_COUNTED, counted, strict=True) if is_counted
+        ]
+        also = f", with one more each by {' and '.join(flags)}" if flags else ""
         raise UsageError(
-            f"does not divide the {shape.num_layers} layers",
+            f"does not divide the {shape.num_layers} layers{also}",
             flag=flag,
             remedy="choose a divisor or set --decoder-last-pipeline-num-layers",
         )

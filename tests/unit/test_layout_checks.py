@@ -261,6 +261,8 @@ def test_stages_follow_flags() -> None:
     assert [len(chunks[0]) for chunks in custom] == [2, 6]
     counted = {"account_for_embedding_in_pipeline_split": True}
     assert [len(c[0]) for c in check_stages(replace(shape, num_layers=7), 2, counted)] == [3, 4]
+    with pytest.raises(UsageError, match="8 layers, with one more each by --account-for-embedding"):
+        check_stages(shape, 2, counted)
     with pytest.raises(UsageError, match="does not divide the 4 layers of a stage"):
         check_stages(shape, 2, {"num_layers_per_virtual_pipeline_stage": 3})
     with pytest.raises(UsageError, match="cannot be read"):

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.platform import WITHOUT_CUDA, Platform, find_platform
 
 _ENGINE, _APEX = "transformer_engine", "fused_weight_gradient_mlp_cuda"
+_OPTIMIZERS = "emerging_optimizers"
 
 
 @pytest.fixture
@@ -25,7 +27,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     kept = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith(_ENGINE)}
     find_platform.cache_clear()
     yield tmp_path
-    for name in [name for name in sys.modules if name.startswith((_ENGINE, _APEX))]:
+    for name in [name for name in sys.modules if name.startswith((_ENGINE, _APEX, _OPTIMIZERS))]:
         del sys.modules[name]
     sys.modules.update(kept)
     find_platform.cache_clear()
@@ -44,14 +46,17 @@ def write_engine(site: Path, of_torch: str) -> None:
 
 
 def test_importable_packages_are_found(site: Path) -> None:
-    assert find_platform() == Platform(cuda=True)
+    bare = Platform(cuda=True, emerging_optimizers=False)
+    assert find_platform() == bare
     assert find_platform().lacks == "Transformer Engine and Apex's fused weight gradients"
     find_platform.cache_clear()
     write_engine(site, "")
-    assert find_platform() == Platform(cuda=True, transformer_engine=(2, 20, 2))
+    assert find_platform() == replace(bare, transformer_engine=(2, 20, 2))
     find_platform.cache_clear()
     (site / f"{_APEX}.py").write_text("")
+    (site / f"{_OPTIMIZERS}.py").write_text("")
     assert find_platform().fused_weight_gradients and not find_platform().lacks
+    assert find_platform().emerging_optimizers
 
 
 @pytest.mark.parametrize(
@@ -73,7 +78,7 @@ def test_packages_are_not_searched_without_cuda(
 ) -> None:
     write_engine(site, "raise FileNotFoundError")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert find_platform() == WITHOUT_CUDA
+    assert find_platform() == replace(WITHOUT_CUDA, emerging_optimizers=False)
 
 
 QUERIES = """

@@ -309,10 +309,8 @@ class LocalRMSNorm(torch.nn.Module):
         if self.is_zero_centered:
             factor = 1.0 + self.weight.float()
             return F.rms_norm(x.float(), (x.shape[-1],), factor, self.eps).to(self.weight.dtype)
-        if x.dtype != self.weight.dtype:
-            normed = F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
-            return normed.to(self.weight.dtype)
-        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps)
+        normed = F.rms_norm(x, (x.shape[-1],), self.weight.to(x.dtype), self.eps)
+        return normed.to(self.weight.dtype)
 
 
 class DuplicatedLinear(torch.nn.Module):

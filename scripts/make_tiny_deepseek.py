@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))  # scripts/ is not a package
 
 from mcore_rl.common.errors import UsageError  # noqa: E402
+from mcore_rl.common.garbage import nothing_collected  # noqa: E402
 
 if TYPE_CHECKING:
     import torch
@@ -339,14 +340,15 @@ def _code_hash() -> str:
 
 
 def _write_checkpoint(folder: Path, config: dict[str, Any], *, warm_up: bool, seed: int) -> None:
-    import torch
-    from transformers import GenerationConfig
+    with nothing_collected():
+        import torch
+        from transformers import GenerationConfig
 
+        model = _empty_model(config)
     config_text = json.dumps(config, indent=2) + "\n"
     (folder / "config.json").write_text(config_text)
     tokenizer = tiny_task.build_tokenizer()
     tiny_task.write_prompts(folder / "prompts", seed)
-    model = _empty_model(config)
     if warm_up:
         tiny_task.initialize(model, seed)
     else:

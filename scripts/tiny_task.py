@@ -359,8 +359,8 @@ def sample_accuracy(
 
 
 def report_accuracy(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-    """Print the accuracy on held-out prompts after the warm-up."""
-    _, heldout = split_problems(seed)
+    """Print the accuracy on held-out prompts after the warm-up, on half of them."""
+    heldout = split_problems(seed)[1][: NUM_HELDOUT // 2]
     sampled = sample_accuracy(model, tokenizer, heldout, greedy=False)
     greedy = sample_accuracy(model, tokenizer, heldout, greedy=True)
     print(f"held-out accuracy after warm-up: {sampled:.3f} sampled, {greedy:.3f} greedy")

@@ -6,6 +6,7 @@ Isolated (-I), so that mcore_rl is found only if it is installed, not through th
 """
 
 # ruff: noqa: F401
+import gc
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, entry_points, version
@@ -15,6 +16,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+gc.disable()  # imports make millions of objects and no garbage
 requirements, stack, extent = sys.argv[1:]
 setup_py = Path(__file__).parents[2].joinpath("setup.py").read_text(encoding="utf-8")
 (pythons,) = re.findall('python_requires="(.+?)"', setup_py)

@@ -1,9 +1,9 @@
 """The example of SmolLM2-135M-Instruct over several seeds, and what is drawn from its record.
 
-    python benchmarks/smollm2.py --seeds 1 2 3         # runs, 10 minutes each, then draws
+    python benchmarks/smollm2.py --seeds 1 2 3         # runs, 8 minutes each, then draws
     python benchmarks/smollm2.py                       # draws again, from the record alone
 
-A run is `bash examples/smollm2/run.sh` with a seed and two processes. The record has every step of
+A run is `bash examples/smollm2/run.sh` with a seed. The record has every step of
 every run and ten greedy answers of the first, before and after; the curves, the table of answers in
 README.md and the section of benchmarks/RESULTS.md are drawn from it.
 """
@@ -174,7 +174,7 @@ def draw(record: Record) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", help="run these; default: only draw")
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "smollm2")
     options = parser.parse_args(arguments)
     if options.seeds:

@@ -208,7 +208,7 @@ def ours(
         micro_batch = f"--micro-batch-size {workload.samples_per_step // dp_size}"
     flags = (
         f"--rl-prompts {checkpoint}/prompts/train.jsonl "
-        "--rl-reward benchmarks.step_time_task:reward "
+        f"--rl-reward {workload.reward_name} "
         f"--rl-num-steps {workload.num_steps} --rl-eval-interval 0 "
         f"--tensor-model-parallel-size {tp_size} --expert-model-parallel-size {tp_size} "
         f"--expert-tensor-parallel-size 1 {micro_batch} --rl-export-hf {out}"

@@ -38,7 +38,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from benchmarks.step_time_task import WORKLOADS, Workload, quick, rows_of, trial, trl_reward  # noqa: E402
+from benchmarks.step_time_task import WORKLOADS, Workload, quick, rows_of, trial, trl_reward_of  # noqa: E402
 
 PRECISIONS = ("bf16", "fp32", "bf16_weights")
 
@@ -81,7 +81,7 @@ def trained(workload: Workload, options: argparse.Namespace) -> dict[str, Any]:
     clock = make_clock()
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(options.checkpoint, dtype=dtype),
-        reward_funcs=trl_reward,
+        reward_funcs=trl_reward_of(workload),
         args=settings(workload, options),
         train_dataset=prompts(options.checkpoint / "prompts" / "train.jsonl"),
         processing_class=AutoTokenizer.from_pretrained(options.checkpoint),
@@ -99,6 +99,7 @@ def trained(workload: Workload, options: argparse.Namespace) -> dict[str, Any]:
     return {
         "step_seconds": clock.step_seconds(),
         "response_tokens": [float(entry["completions/mean_length"]) for entry in logged],
+        "rewards": [float(entry["reward"]) for entry in logged],
         "threads": torch.get_num_threads(),
     }
 

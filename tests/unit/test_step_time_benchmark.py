@@ -34,8 +34,9 @@ from benchmarks.step_time_task import (
     quick,
     reward,
     stop_probability,
-    trl_reward,
+    trl_reward_of,
 )
+from mcore_rl.rewards.functions import resolve_reward
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -230,12 +231,16 @@ def test_reward_reads_the_text_before_the_first_full_stop():
     assert reward(prompt="", response="15 75....85", answer="85") == 0.0
 
 
-def test_both_systems_get_the_same_rewards():
-    texts, answers = ["15 85", "15 75....", "no"], ["85", "85", "85"]
-    alone = [reward(prompt="", response=t, answer=a) for t, a in zip(texts, answers, strict=True)]
-    assert trl_reward(texts, answers) == alone
+@pytest.mark.parametrize("name", ["short", "smollm2"])
+def test_both_systems_get_the_same_rewards(name: str) -> None:
+    (workload,) = (each for each in WORKLOADS if each.name == name)
+    score = resolve_reward(workload.reward_name)
+    texts, answers = ["15 85", "15 75....85", "no"], ["85", "85", "85"]
+    alone = [score(prompt="", response=t, answer=a) for t, a in zip(texts, answers, strict=True)]
+    assert alone == [1.0, float(name == "smollm2"), 0.0]
+    assert trl_reward_of(workload)(texts, answers) == alone
     chats = [[{"role": "assistant", "content": text}] for text in texts]
-    assert trl_reward(chats, answers) == alone
+    assert trl_reward_of(workload)(chats, answers) == alone
 
 
 def test_lengths_have_a_long_tail():

@@ -28,13 +28,13 @@ from mcore_rl.planner import defaults
 from mcore_rl.planner.auto_layout import IN_ORDER, best_layout, least_world
 from mcore_rl.planner.memory import memory_of, resident_of
 from mcore_rl.planner.phases import Case
-from mcore_rl.planner.search import Step
 from mcore_rl.planner.settings import (
     GB,
     GPU,
     GPUS,
     HOST_RESERVED_GB,
 )
+from mcore_rl.planner.step_seconds import Step
 from mcore_rl.trainer.plan_inputs import has_slow_products
 
 PACKED = "--rl-max-tokens-per-microbatch"

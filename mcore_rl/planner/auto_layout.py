@@ -9,7 +9,8 @@ from mcore_rl.planner.advice import savings_of_training
 from mcore_rl.planner.defaults import with_packed_tokens
 from mcore_rl.planner.layouts import with_training
 from mcore_rl.planner.phases import Case
-from mcore_rl.planner.search import Step, search
+from mcore_rl.planner.search import search
+from mcore_rl.planner.step_seconds import Step
 
 _OFFLOAD = "--optimizer-cpu-offload"
 # Each is added to those before it, if nothing fits without it.

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from mcore_rl.model.tensors import active_parameters
 from mcore_rl.planner.memory import Memory
-from mcore_rl.planner.phases import ROLLOUT, Case
-from mcore_rl.planner.search import Step
+from mcore_rl.planner.phases import Case
 from mcore_rl.planner.simulated_workload import EngineSpeed, Workload
 from mcore_rl.planner.simulation import (
     MODES,
@@ -18,6 +17,7 @@ from mcore_rl.planner.simulation import (
     Speeds,
     simulate,
 )
+from mcore_rl.planner.step_seconds import Step, engine_step_seconds, token_rate
 
 # A simpler way is taken if it reaches this share of the most samples per second.
 GOOD_ENOUGH = 0.95
@@ -88,24 +88,21 @@ class Comparison:
 def planned_speeds(case: Case, memory: Memory, step: Step, context_tokens: float) -> Speeds:
     """Return the speeds of a case by formula, where none were measured.
 
-    A step of an engine reads its weights and the keys and values of all running sequences, or
-    computes 2 x active parameters for each of them, whichever takes longer. Training takes 6 (with
-    full recomputation 8) x active parameters for a token, log-probs 2, and the pipeline's bubble.
+    Training takes 6 (with full recomputation 8) x active parameters for a token, log-probs 2, and
+    the pipeline's bubble.
     """
-    train, training, tp_size = case.train, case.training, case.rollout.tp_size
-    weights = memory.phase(ROLLOUT).parts["rollout weights"]
-    active = active_parameters(case.shape)
-    rate = tp_size * step.flops / (2 * active)  # tokens per second
+    train, training, active = case.train, case.training, active_parameters(case.shape)
 
     def seconds(running: int) -> float:
-        cache = running * context_tokens * case.kv_bytes_per_token
-        return max((weights + cache) / step.memory_rate, running / rate)
+        return engine_step_seconds(case, memory, step, running, context_tokens)
 
     most = case.engine.max_num_seqs
     running = sorted({1 << power for power in range(most.bit_length())} | {most})
     passes = 10 if training.recompute.granularity == "full" else 8
     bubble = (train.pp_size - 1) / (training.num_micro_batches * len(case.layers[0]))
-    engine = EngineSpeed(tuple(running), tuple(map(seconds, running)), prefill_rate=rate)
+    engine = EngineSpeed(
+        tuple(running), tuple(map(seconds, running)), prefill_rate=token_rate(case, step)
+    )
     return Speeds(engine, step.flops / (passes * active * (1 + bubble)))
 
 

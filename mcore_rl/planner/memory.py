@@ -35,6 +35,8 @@ PINNED_OVER_USED = 1 / math.log(2)
 OFFLOADED_BYTES = 2 * 4 + PINNED_OVER_USED * 2 * 4
 # The process that writes with --async-save: Python with torch, and a tensor.
 WRITER_BYTES = 3 * 10**8
+# In the names of host memory: what leaves the device for every rollout and returns.
+OFFLOADED = "offloaded "
 # Size of the files of `megatron.hf_export`; a rank holds one at once.
 EXPORTED_FILE_BYTES = 5 << 30
 
@@ -225,13 +227,14 @@ def _state_on_host(case: Case, model: TrainedModel) -> dict[str, int]:
         moved = max(optimizer_bytes(model)) - optimizer
         on_host = math.ceil(moved / model.training.optimizer_bytes * OFFLOADED_BYTES)
     away = engine.offloaded if model.ranks == () else frozenset()
+    kept = away if engine.keeps_gradients else frozenset()
     away_at_start = engine.away_at_start - away if model.ranks == () else frozenset()
     is_reference = engine.keeps_reference and model.name == ACTOR
     num_teachers = case.num_swapped if model.name == ACTOR else 0
     sizes = {
-        "offloaded parameters": weights if "parameters" in away else 0,
-        "offloaded gradients": (gradients if engine.keeps_gradients and "gradients" in away else 0),
-        "offloaded optimizer": optimizer if "optimizer" in away else 0,
+        f"{OFFLOADED}parameters": weights if "parameters" in away else 0,
+        f"{OFFLOADED}gradients": gradients if "gradients" in kept else 0,
+        f"{OFFLOADED}optimizer": optimizer if "optimizer" in away else 0,
         "optimizer of --optimizer-cpu-offload": on_host,
         "reference policy": weights if is_reference else 0,
         "teacher's weights": num_teachers * weights,
@@ -248,7 +251,7 @@ def _actors_host_bytes(case: Case, traffic_bytes: int, routed: Mapping[str, int]
     return {
         "copies for delta": traffic_bytes if engine.delta else 0,
         "drafter's weights": 0 if is_drafter_trained else case.drafter_bytes,
-        "offloaded CUDA graphs": engine.graph_bytes if engine.offloads_graphs else 0,
+        f"{OFFLOADED}CUDA graphs": engine.graph_bytes if engine.offloads_graphs else 0,
         "samples": sampled_bytes(case) if samples else 0,
         "candidates of samples": candidate_bytes(case) if samples else 0,
         **routed,

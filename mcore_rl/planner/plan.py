@@ -11,6 +11,7 @@ from mcore_rl.planner.links import Traffic, gather_bytes, traffic_of
 from mcore_rl.planner.memory import Memory, adapters_of, memory_of, placement_of, resident_of
 from mcore_rl.planner.models import Bytes, TrainedModel
 from mcore_rl.planner.phases import Case, Phase
+from mcore_rl.planner.step_seconds import Seconds, Step, seconds_of_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,10 @@ class Outcome:
         """The estimated duration of a hand-over that is not the first one."""
         traffic = self.usual_traffic
         return 0.0 if traffic is None else traffic.seconds(self.case.machine)
+
+    def seconds_of_step(self, step: Step) -> Seconds:
+        """Return the seconds of a step by formula."""
+        return seconds_of_step(self.case, self.memory, step, self.seconds)
 
     @property
     def received_over_lower_bound(self) -> float:

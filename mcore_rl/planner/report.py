@@ -16,6 +16,7 @@ from mcore_rl.planner.phases import BUCKETS, GRAPHS, NCCL, Phase
 from mcore_rl.planner.plan import Outcome
 from mcore_rl.planner.search import CRITERIA, Found
 from mcore_rl.planner.settings import GB, MB, MIB
+from mcore_rl.planner.step_seconds import HOST_RATE, Step
 
 _PLAIN_WIDTH = 100
 # Order of the columns; a phase has some of them.
@@ -40,7 +41,7 @@ _TRAFFIC = {
     "received by a gather of all": "gather_export_received",
 }
 _SEARCH_COLUMNS = (
-    *("seconds", "train", "comm.", "hand-over", "rollout"),
+    *("seconds", "train", "comm.", "switch", "rollout"),
     *("GB recv.", "peak GB", "KV tok."),
 )
 _SIMULATION_COLUMNS = (
@@ -171,6 +172,37 @@ def _cells(phase: Phase, parts: Sequence[str], *, absent: str) -> list[str]:
     return [_gb(phase.parts[part]) if part in phase.parts else absent for part in parts]
 
 
+def print_seconds(outcome: Outcome, step: Step, console: Console) -> None:
+    """Print what a step's time goes into, and the assumption behind each part."""
+    case, of = outcome.case, outcome.seconds_of_step(step)
+    products = 8 if case.training.recompute.granularity == "full" else 6
+    rows = {
+        "update": (
+            of.compute,
+            f"{products} x active parameters x tokens, {step.flops / 1e12:g} TFLOP/s of a device",
+        ),
+        "communication": (of.communication, "TP and EP, without overlap"),
+    }
+    if case.has_engines:
+        machine, tokens = case.machine, case.engine.max_response_tokens
+        rates = f"{machine.own_node_rate / GB:g} and {machine.other_nodes_rate / GB:g} GB/s"
+        rows |= {
+            "decoding": (
+                of.rollout,
+                f"{tokens:,} tokens, {step.memory_rate / GB:g} GB/s of a device's memory",
+            ),
+            "hand-over": (of.hand_over, f"{rates} of a rank, within and between nodes"),
+            "offload": (of.offload, f"{HOST_RATE / GB:g} GB/s of a rank, out and back"),
+        }
+    table = _table(console, "all samples at full length", "s", "share")
+    table.add_column("assumes")
+    for name, (seconds, assumed) in rows.items():
+        share = f"{seconds / of.total:.0%}" if of.total else "-"
+        table.add_row(name, f"{seconds:.2f}", share, assumed)
+    console.print("\n[bold]seconds of a step, by formula[/]")
+    console.print(table)
+
+
 def _print_memory_facts(outcome: Outcome, console: Console) -> None:
     case = outcome.case
     machine, engine = case.machine, case.engine
@@ -267,7 +299,7 @@ def print_search(result: Found, console: Console) -> None:
     table = _table(console, "train", "rollout", *_SEARCH_COLUMNS)
     for candidate in result.candidates:
         of = candidate.seconds
-        seconds = (of.total, of.compute, of.communication, of.hand_over, of.rollout)
+        seconds = (of.total, of.compute, of.communication, of.hand_over + of.offload, of.rollout)
         table.add_row(
             candidate.train_name,
             candidate.rollout_name,

@@ -1,29 +1,15 @@
 """Search for other layouts of the same job, best first.
 
 A layout is a candidate if its degrees divide world, model and batch, TP (of both sides) stays in a
-node, and all phases fit. Candidates are ranked by the seconds of a step that depend on the layout,
-by deliberately simple formulas:
-
-    compute        6 (with full recomputation 8) x PP x active parameters of the largest stage x
-                   tokens / (ranks x rate), times 1 + (PP - 1) / (micro-batches x VPP) for the
-                   pipeline's bubble, and 15 % more for each doubling of PP, since stages wait for
-                   micro-batches that differ; the last stage has the output layer
-    communication  TP's and EP's bytes in a layer's passes, at the rate of the links they cross
-    hand-over      most bytes that a rank receives, at the rate between nodes
-    rollout        response tokens x passes over the samples of a data-parallel rank x the time to
-                   read the engine's weights and a half-full cache once from the device's memory
-
-They rank layouts; they do not predict a step.
+node, and all phases fit. Candidates are ranked by the seconds of a step, see `step_seconds`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mcore_rl.hybrid_engine.plan.placement import choose_rank_map
-from mcore_rl.model.tensors import most_active_parameters
 from mcore_rl.planner.defaults import PASSES, with_utilization
 from mcore_rl.planner.layouts import (
     Stages,
@@ -34,41 +20,13 @@ from mcore_rl.planner.layouts import (
     with_train_layout,
 )
 from mcore_rl.planner.memory import Memory, adapters_of, memory_of, placement_of, resident_of
-from mcore_rl.planner.models import TrainedModel
-from mcore_rl.planner.phases import ROLLOUT, Case
-from mcore_rl.planner.settings import Machine
+from mcore_rl.planner.phases import Case
+from mcore_rl.planner.step_seconds import Seconds, Step, seconds_of_step
 
 CRITERIA = (
-    "ranked by the seconds of a step that depend on the layout: compute with the pipeline's "
-    "bubble, TP and EP communication, hand-over, rollout; formulas in docs/using/planner.md"
+    "ranked by the seconds of a step: compute with the pipeline's bubble, TP and EP communication, "
+    "hand-over, offload, rollout; formulas in docs/using/planner.md"
 )
-
-
-_WAITS = 0.15  # an assumption
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """A step and the rates of a device, as the formulas take them."""
-
-    samples: int
-    mini_batches: int
-    flops: float  # of a device per second, achieved in training
-    memory_rate: float  # of a device, bytes per second
-
-
-@dataclass(frozen=True, slots=True)
-class Seconds:
-    """The seconds of one step that depend on the layout."""
-
-    compute: float
-    communication: float
-    hand_over: float
-    rollout: float
-
-    @property
-    def total(self) -> float:
-        return self.compute + self.communication + self.hand_over + self.rollout
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,16 +139,10 @@ def _least_received(case: Case, resident: int) -> int:
 
 
 def _candidate(case: Case, memory: Memory, stages: Stages, received: int, step: Step) -> Candidate:
-    machine = case.machine
     return Candidate(
         case=case,
         flags=_flags(case, stages),
-        seconds=Seconds(
-            compute=sum(_compute(model, step) for model in case.models),
-            communication=sum(_communication(m, machine, step.samples) for m in case.models),
-            hand_over=received / machine.other_nodes_rate,
-            rollout=_rollout_seconds(case, memory, step),
-        ),
+        seconds=seconds_of_step(case, memory, step, received / case.machine.other_nodes_rate),
         received_bytes_max=received,
         peak_bytes=max(
             phase.total_bytes - phase.parts.get("KV cache", 0) for phase in memory.phases
@@ -229,54 +181,3 @@ def _flags(case: Case, stages: Stages) -> str:
         ep = f" --rl-rollout-ep-size {rollout.ep_size}"
         flags += ep if rollout.expert_parallel else " --rl-rollout-no-expert-parallel"
     return flags
-
-
-def _compute(model: TrainedModel, step: Step) -> float:
-    """Return the seconds of a step in a model's matrix products, with the pipeline's bubble and its
-    wait for the largest stage."""
-    train, training = model.train, model.training
-    full = training.recompute.granularity == "full"
-    vp_size = len(model.layers[0])
-    bubble = (train.pp_size - 1) / (training.num_micro_batches * vp_size)
-    tokens = step.samples * training.positions
-    parameters = train.pp_size * most_active_parameters(model.shape, model.layers)
-    flops = (8 if full else 6) * parameters * tokens
-    waits = 1 + _WAITS * math.log2(train.pp_size)
-    return flops / (train.world_size * step.flops) * (1 + bubble) * waits
-
-
-def _communication(model: TrainedModel, machine: Machine, samples: int) -> float:
-    """Return the seconds of a step in TP's and EP's collectives, without overlap.
-
-    A rank has `tokens / DP` tokens in the layers of its stage. In each pass over a layer TP moves
-    their hidden states four times (all-gather and reduce-scatter, in attention and in the MLP). A
-    copy per chosen expert goes to its EP rank and back, and from there to all that share it.
-    """
-    train, shape, training = model.train, model.shape, model.training
-    passes = 4 if training.recompute.granularity == "full" else 3
-    tokens = samples * training.positions
-    layers = max(sum(map(len, stage)) for stage in model.layers)
-    hidden = training.weight_bytes * shape.hidden_size * tokens / train.dp_size
-    dense = 4 * hidden * (train.tp_size - 1) / train.tp_size / machine.own_node_rate
-    if not shape.experts:
-        return layers * passes * dense
-    inside = train.ep_size * train.etp_size <= machine.ranks_per_node
-    rate = machine.own_node_rate if inside else machine.other_nodes_rate
-    per_copy = (train.ep_size - 1) / train.ep_size / rate
-    per_copy += (train.etp_size - 1) / machine.own_node_rate
-    copies = 2 * shape.experts.topk * hidden / train.tp_size
-    routed = copies * per_copy * sum(shape.is_moe_layer) / shape.num_layers
-    return layers * passes * (dense + routed)
-
-
-def _rollout_seconds(case: Case, memory: Memory, step: Step) -> float:
-    if not case.has_engines:
-        return 0.0
-    rollout, engine = case.rollout, case.engine
-    share = math.ceil(step.samples / rollout.num_tp_groups)  # of one data-parallel rank
-    cached = memory.kv_cache.num_bytes // case.sample_bytes
-    at_once = max(1, min(engine.max_num_seqs, cached, share))
-    waves = math.ceil(share / at_once)
-    weights = memory.phase(ROLLOUT).parts["rollout weights"]
-    cache = at_once * engine.max_model_tokens / 2 * case.kv_bytes_per_token
-    return waves * engine.max_response_tokens * (weights + cache) / step.memory_rate

@@ -59,8 +59,8 @@ from mcore_rl.planner.phases import (
     communicators_of,
 )
 from mcore_rl.planner.plan import Outcome, as_json, plan_case
-from mcore_rl.planner.report import print_plan
-from mcore_rl.planner.search import Step, search
+from mcore_rl.planner.report import print_plan, print_seconds
+from mcore_rl.planner.search import search
 from mcore_rl.planner.settings import (
     GB,
     MB,
@@ -70,6 +70,7 @@ from mcore_rl.planner.settings import (
     Recompute,
     TrainSettings,
 )
+from mcore_rl.planner.step_seconds import Step, engine_step_seconds
 from scripts.make_tiny_deepseek import ARCHS, hf_config
 from tests.model_shapes import CONFIGS, published_shape, small_shape
 
@@ -172,6 +173,56 @@ def deepseek_v3_case(**changes: Any) -> Case:
 @functools.cache
 def deepseek_v3() -> Outcome:
     return plan_case(deepseek_v3_case())
+
+
+# ------------------------------------------------------------------------------- seconds of a step
+
+
+def test_seconds_of_a_step_equal_sums_by_hand() -> None:
+    """Llama 3.1 8B, TP4 PP2 in training with full recomputation, two engines of TP4, on 8 ranks.
+
+    The second stage has 16 layers of 218.1e6 parameters and an output layer of 525.3e6: 4.015e9.
+    """
+    outcome = plan_case(llama())
+    of = outcome.seconds_of_step(STEP)
+    tokens = 512 * 4096
+    flops = 8 * 2 * 4.0149e9 * tokens
+    update = flops / (8 * 400e12) * (1 + 1 / 32) * 1.15
+    assert of.compute == pytest.approx(update, rel=1e-3)
+    assert of.communication == pytest.approx(
+        16 * 4 * 4 * (2 * 4096 * tokens) * 3 / 4 / MACHINE.own_node_rate
+    )
+    assert of.hand_over == outcome.seconds
+    # The optimizer alone is copied: gradients are zeroed. Both directions.
+    assert of.offload == pytest.approx(
+        2 * outcome.memory.host_bytes["offloaded optimizer"] / 8 / 45e9
+    )
+    assert of.total == pytest.approx(
+        of.compute + of.communication + of.rollout + of.hand_over + of.offload
+    )
+
+
+def test_seconds_of_decoding_are_reads_or_products() -> None:
+    """Few sequences read weights; many compute, 2 x 7.5e9 operations of a token on 4 devices."""
+    case = llama()
+    memory = plan_case(case).memory
+    weights = memory.phase(ROLLOUT).parts["rollout weights"]
+    few = engine_step_seconds(case, memory, STEP, 1, 2048)
+    cache = 2048 * case.kv_bytes_per_token
+    assert few == pytest.approx((weights + cache) / STEP.memory_rate)
+    many = engine_step_seconds(case, memory, STEP, 100_000, 1)
+    assert many == pytest.approx(100_000 * 2 * 7.505e9 / (4 * STEP.flops), rel=1e-3)
+
+
+def test_printed_seconds_name_what_dominates(capsys: pytest.CaptureFixture[str]) -> None:
+    outcome = plan_case(llama())
+    print_seconds(outcome, STEP, Console(width=100))
+    printed = capsys.readouterr().out
+    of = outcome.seconds_of_step(STEP)
+    (line,) = (line for line in printed.splitlines() if line.startswith("decoding"))
+    assert line.split()[1:3] == [f"{of.rollout:.2f}", f"{of.rollout / of.total:.0%}"]
+    assert "8 x active parameters x tokens, 400 TFLOP/s of a device" in printed
+    assert "3,072 tokens, 3000 GB/s of a device's memory" in printed
 
 
 # ------------------------------------------------------------------------------------ known figures

@@ -13,7 +13,13 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.garbage import nothing_collected
 from mcore_rl.planner.comparison import Comparison
 from mcore_rl.planner.plan import as_json, plan_case
-from mcore_rl.planner.report import make_console, print_comparison, print_plan, print_search
+from mcore_rl.planner.report import (
+    make_console,
+    print_comparison,
+    print_plan,
+    print_search,
+    print_seconds,
+)
 from mcore_rl.planner.search import CRITERIA, Candidate, Found, search
 from mcore_rl.tools.plan.command_line import add_flags, read_request
 from mcore_rl.tools.plan.simulate import simulate_job
@@ -32,7 +38,9 @@ def main(options: argparse.Namespace, others: Sequence[str]) -> int:
         outcome = plan_case(request.case)
     console = make_console()
     print_plan(outcome, request.notes, console)
+    print_seconds(outcome, request.step, console)
     written = as_json(outcome, request.notes)
+    written["step_seconds"] = dataclasses.asdict(outcome.seconds_of_step(request.step))
     if options.search:
         result = search(request.case, request.step, top=options.top)
         print_search(result, console)

@@ -26,7 +26,6 @@ from mcore_rl.model.quantization import FP8, INT4, MXFP4
 from mcore_rl.model.roles import ACTOR, CRITIC
 from mcore_rl.planner.memory import placement_of
 from mcore_rl.planner.phases import Case
-from mcore_rl.planner.search import Step
 from mcore_rl.planner.settings import (
     BATCHED_TOKENS,
     COMMUNICATOR_MB,
@@ -42,6 +41,7 @@ from mcore_rl.planner.settings import (
     Machine,
     gpu_named,
 )
+from mcore_rl.planner.step_seconds import Step
 from mcore_rl.tools.plan.simulate import (
     MAY_BE_0,
     add_simulation_flags,

@@ -136,7 +136,7 @@ class PolicyHead:
         with self._output_layer_as(score), self._without_mtp() as mtp_inputs:
             columns: torch.Tensor = super().forward(*args, **kwargs)  # type: ignore[misc]
         if mtp_inputs and self.training:
-            columns = torch.cat((columns, self._mtp_log_probs(**mtp_inputs)), dim=-1)
+            columns = torch.cat((columns, self._mtp_log_probs(scored, **mtp_inputs)), dim=-1)
         return columns
 
     @contextlib.contextmanager
@@ -175,8 +175,11 @@ class PolicyHead:
             del self.mtp.forward
             self.config = config
 
-    def _mtp_log_probs(self, *, input_ids: torch.Tensor, **inputs: Any) -> torch.Tensor:
-        """Return `[b, s, n]` float32, undefined where the predicted token is beyond the sample."""
+    def _mtp_log_probs(
+        self, scored: torch.Tensor | None, *, input_ids: torch.Tensor, **inputs: Any
+    ) -> torch.Tensor:
+        """Return `[b, s, n]` float32, undefined where the predicted token is beyond the sample.
+        With `scored`, it is 0 where that token is the target of none of these positions."""
         of_layers = self.mtp(input_ids=input_ids, **inputs)
         of_layers = of_layers.chunk(1 + self.config.mtp_num_layers)[1:]
         weight = (
@@ -184,17 +187,19 @@ class PolicyHead:
             if self.share_embeddings_and_output_weights
             else self.output_layer.weight
         ).detach()
-        per_layer = [
-            self._distribution(
-                self._on_all_positions(hidden),
-                weight,
-                input_ids.roll(-2 - ahead, dims=1)[..., None],
-                temperature=1.0,
-                with_entropy=False,
-            )[0][..., 0]
-            for ahead, hidden in enumerate(of_layers)
-        ]
-        return torch.stack(per_layer, dim=-1).transpose(0, 1)
+        num_samples, per_layer = len(input_ids), []
+        for ahead, of_layer in enumerate(of_layers):
+            hidden = self._on_all_positions(of_layer)
+            targets, shape, at = input_ids.roll(-2 - ahead, dims=1), hidden.shape[:2], None
+            if scored is not None:
+                at = scored - (1 + ahead) * num_samples  # as many positions before
+                at = at[at >= 0]
+                hidden, targets = _rows_at(hidden, at), _positions_of(targets, at)
+            log_probs, _ = self._distribution(
+                hidden, weight, targets[..., None], temperature=1.0, with_entropy=False
+            )
+            per_layer.append(_spread(log_probs, at, shape))
+        return torch.cat(per_layer, dim=-1).transpose(0, 1)
 
     def _score(
         self,
@@ -216,7 +221,7 @@ class PolicyHead:
         hidden = self._on_all_positions(hidden)
         shape = hidden.shape[:2]
         if scored is not None:  # from here on they are the positions of one sample
-            hidden = hidden.flatten(0, 1).index_select(0, scored)[:, None]
+            hidden = _rows_at(hidden, scored)
             target_ids = _positions_of(target_ids, scored)
             if teacher is not None:
                 teacher = _positions_of_all(teacher, scored)
@@ -255,11 +260,7 @@ class PolicyHead:
             parts += [best, ids.to(best.dtype)]  # exact below 2^24
         if with_hidden:
             parts.append(hidden.to(log_probs.dtype))
-        columns = torch.cat(parts, dim=-1)
-        if scored is not None:
-            everywhere = columns.new_zeros(shape.numel(), columns.shape[-1])
-            columns = everywhere.index_copy(0, scored, columns[:, 0]).view(*shape, -1)
-        return columns, None
+        return _spread(torch.cat(parts, dim=-1), scored, shape), None
 
     def _distribution(
         self,
@@ -322,6 +323,20 @@ class PolicyHead:
             "tp_group": group,
             "chunk_tokens": self.chunk_tokens,
         }
+
+
+def _rows_at(hidden: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    """Return `[n, 1, h]`, the positions `at` of `[s, b, h]`."""
+    return hidden.flatten(0, 1).index_select(0, at)[:, None]
+
+
+def _spread(columns: torch.Tensor, at: torch.Tensor | None, shape: torch.Size) -> torch.Tensor:
+    """Return `[s, b, c]` of this shape, with `columns` `[n, 1, c]` at these positions and 0 at
+    others; with None `columns` themselves."""
+    if at is None:
+        return columns
+    everywhere = columns.new_zeros(shape.numel(), columns.shape[-1])
+    return everywhere.index_copy(0, at, columns[:, 0]).view(*shape, -1)
 
 
 def _positions_of(values: torch.Tensor, scored: torch.Tensor) -> torch.Tensor:

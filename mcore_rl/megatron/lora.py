@@ -5,14 +5,18 @@ forward and again during its backward: autograd saves the factors, not the produ
 layers are served alike (fused query, key and value; Transformer Engine's grouped experts; with or
 without sequence parallelism), since `weight_map` knows the rows of the Hugging Face weights in each
 of Megatron's. The hand-over reads the same merged weight, so that the engine samples with exactly
-the weights that are trained. The cost is the gradient of one layer's weight at a time, which the
-chain rule reduces to gradients of A and B.
+the weights that are trained.
+
+With X the input and dY the gradient of the output of a layer, dA = (alpha / r) (dY B)^T X and
+dB = (alpha / r) dY^T (X A^T). Megatron's own linear layers give both, so that the gradient of W is
+not computed. Elsewhere (layers of Transformer Engine, and those that gather their input over
+sequence parallelism) it is, for one layer at a time, and the chain rule reduces it to dA and dB.
 
 A tensor-parallel rank has the rows of B or the columns of A that belong to its part of W, and all
 of the other factor, whose gradient is summed over the tensor-parallel group. An expert's adapter is
 reduced over the ranks that have this expert.
 
-Shape legend: o output rows of a weight, i input columns, r rank; those of this rank.
+Shape legend: o output rows of a weight, i input columns, r rank; those of this rank; t tokens.
 """
 
 from __future__ import annotations
@@ -35,10 +39,12 @@ from mcore_rl.model.layout import TrainLayout
 from mcore_rl.model.lora import Lora, bound_of, factor_names, is_expert, seed_of
 from mcore_rl.model.weight_map import ShardCoordinates, map_parameter
 from mcore_rl.model.weight_rules import Piece
+from mcore_rl.patches.megatron.local_layers import DuplicatedLinear
 
 # After the patches, which mcore_rl.megatron.adapter applies.
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear  # isort: skip
 
 _MARK = "lora_adapters"  # a layer's attribute with its adapters
 
@@ -123,6 +129,17 @@ class Adapter(torch.nn.Module):
             Factor(b, (self.rows, rank), self.b.detach(), scale=self.scale),
         )
 
+    def gradients(
+        self, of_a: torch.Tensor, of_b: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the gradients of A and B from those of this rank, float32 and without the scale,
+        which are overwritten. Collective over the group in which they are partial sums."""
+        for gradient, group in ((of_a, self.sums_a), (of_b, self.sums_b)):
+            gradient.mul_(self.scale)
+            if group is not None:
+                dist.all_reduce(gradient, group=group)
+        return of_a.to(self.a.dtype), of_b.to(self.b.dtype)
+
     @torch.no_grad()
     def added_to(self, values: torch.Tensor, box: Box, rows: Any) -> torch.Tensor:
         """Return `values`, which are `rows` (an index) of `box` of the weight, with the adapter."""
@@ -162,15 +179,40 @@ class _Merge(torch.autograd.Function):
         gradients: list[torch.Tensor | None] = []
         for adapter, a, b in zip(ctx.adapters, factors[::2], factors[1::2], strict=True):
             part = (grad if adapter.at is None else grad[adapter.at]).float()
-            of_a = adapter.scale * (b.float().t() @ part)
-            of_b = adapter.scale * (part @ a.float().t())
-            for of_factor, group in ((of_a, adapter.sums_a), (of_b, adapter.sums_b)):
-                if group is not None:
-                    dist.all_reduce(of_factor, group=group)
-            gradients += [of_a.to(a.dtype), of_b.to(b.dtype)]
+            gradients += adapter.gradients(b.float().t() @ part, part @ a.float().t())
         return None, None, *gradients
 
 
+class _OfProducts(torch.autograd.Function):
+    """The output `[..., o]` of a layer unchanged; backward computes the gradients of its adapters,
+    from its input `[..., i]`. `factors` are a and b of each adapter in turn."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: torch.Tensor,
+        layer_input: torch.Tensor,
+        adapters: Sequence[Adapter],
+        *factors: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.adapters = adapters
+        ctx.save_for_backward(layer_input, *factors)
+        ctx.mark_dirty(output)  # it is no view, since Megatron may add to it in place
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        grad, (x, *factors) = grads[0], ctx.saved_tensors
+        of_output, x = grad.flatten(0, -2), x.flatten(0, -2)
+        gradients: list[torch.Tensor | None] = []
+        for adapter, a, b in zip(ctx.adapters, factors[::2], factors[1::2], strict=True):
+            part = of_output if adapter.at is None else of_output[:, adapter.at]
+            of_a, of_b = (part @ b).t() @ x, part.t() @ (x @ a.t())
+            gradients += adapter.gradients(of_a.float(), of_b.float())
+        return grad, None, None, *gradients
+
+
+@torch.no_grad()
 def merged_weight(weight: torch.Tensor, adapters: Sequence[Adapter]) -> torch.Tensor:
     """Return a new tensor: Megatron's weight of this rank with its adapters."""
     merged = weight.clone()
@@ -351,26 +393,57 @@ def _merging(
     of_chunk: Adapters,
 ) -> Callable[..., Any]:
     """Return a layer's `forward` that computes with merged weights."""
+    adapters = [each for of_weight in weights.values() for each in of_weight]
 
     def merging(*args: Any, **kwargs: Any) -> Any:
         if not of_chunk.enabled:
             return forward(*args, **kwargs)
-        with _merged(module, weights):
-            return forward(*args, **kwargs)
+        if not _has_plain_product(module):
+            with _merged(module, weights, _differentiable):
+                return forward(*args, **kwargs)
+        with _merged(module, weights, merged_weight):
+            output, bias = forward(*args, **kwargs)
+        apply: Any = _OfProducts.apply  # mypy: untyped
+        return apply(output, args[0], adapters, *_factors(adapters)), bias
 
     return merging
 
 
+def _has_plain_product(module: Any) -> bool:
+    """Return whether a layer's input and the gradient of its output are those of its product: it
+    gathers or scatters neither."""
+    if isinstance(module, DuplicatedLinear):
+        return True
+    if not isinstance(module, ColumnParallelLinear | RowParallelLinear):
+        return False
+    gathers = module.sequence_parallel and not module.explicit_expert_comm
+    if isinstance(module, ColumnParallelLinear):
+        return not gathers and not module.gather_output
+    return not gathers and module.input_is_parallel
+
+
+def _factors(adapters: Iterable[Adapter]) -> list[torch.nn.Parameter]:
+    return [factor for each in adapters for factor in (each.a, each.b)]
+
+
+def _differentiable(weight: torch.Tensor, adapters: Sequence[Adapter]) -> torch.Tensor:
+    apply: Any = _Merge.apply  # mypy: untyped
+    merged: torch.Tensor = apply(weight, adapters, *_factors(adapters))
+    return merged
+
+
 @contextlib.contextmanager
-def _merged(module: torch.nn.Module, weights: Mapping[str, Sequence[Adapter]]) -> Iterator[None]:
+def _merged(
+    module: torch.nn.Module,
+    weights: Mapping[str, Sequence[Adapter]],
+    merge: Callable[[torch.Tensor, Sequence[Adapter]], torch.Tensor],
+) -> Iterator[None]:
     """Replace the weights of a layer by merged ones, which autograd computes again in backward."""
     places: dict[int, tuple[torch.Tensor, Sequence[Adapter]]] = {}  # by address
     for name, adapters in weights.items():
         weight = module._parameters[name]
         assert weight is not None, name
-        factors = [factor for each in adapters for factor in (each.a, each.b)]
-        apply: Any = _Merge.apply  # mypy: untyped
-        merged = apply(weight, adapters, *factors)
+        merged = merge(weight, adapters)
         places[merged.untyped_storage().data_ptr()] = weight, adapters
         module.__dict__[name] = merged  # found before the registered parameter
 
@@ -399,6 +472,5 @@ class _Again:
     offset: int
 
     def __call__(self) -> torch.Tensor:
-        with torch.no_grad():
-            merged = merged_weight(self.weight, self.adapters)
-            return merged.as_strided(self.shape, self.stride, self.offset)
+        merged = merged_weight(self.weight, self.adapters)
+        return merged.as_strided(self.shape, self.stride, self.offset)

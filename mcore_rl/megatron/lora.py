@@ -47,6 +47,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: ski
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear  # isort: skip
 
 _MARK = "lora_adapters"  # a layer's attribute with its adapters
+_MERGED_AT_ONCE = 1 << 19  # elements, on a CPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +68,7 @@ class Adapter(torch.nn.Module):
     """The part of a Hugging Face layer's adapter on this rank: `a` `[r, i]` and `b` `[o, r]`.
 
     `rows` and `columns` are their ranges in the full weight; `at` are the rows of Megatron's weight
-    that `rows` are, `[o]` int64, or None for all of them in order.
+    that `rows` are: a slice, or `[o]` int64.
     """
 
     def __init__(
@@ -84,8 +85,8 @@ class Adapter(torch.nn.Module):
         self.rows = (first, pieces[-1].checkpoint_box[0][1])
         at = torch.cat([torch.arange(*piece.local_box[0]) for piece in pieces])
         assert len(at) == self.rows[1] - first, f"{layer}: its rows on a rank are not consecutive"
-        is_whole = len(at) == len(weight) and bool((at.diff() == 1).all())
-        self.at = None if is_whole else at.to(weight.device)
+        in_order = bool((at.diff() == 1).all())
+        self.at = slice(int(at[0]), int(at[-1]) + 1) if in_order else at.to(weight.device)
         num_columns = self.columns[1] - self.columns[0]
         new = functools.partial(torch.empty, dtype=weight.dtype, device=weight.device)
         self.a = torch.nn.Parameter(new(lora.rank, num_columns))
@@ -152,14 +153,22 @@ class Adapter(torch.nn.Module):
 def plus_product(
     values: torch.Tensor, b: torch.Tensor, a: torch.Tensor, scale: float
 ) -> torch.Tensor:
-    """Return values + scale * b @ a in the dtype of `values`, rounded once.
+    """Return values + scale * b @ a in the dtype of `values`.
 
     The product is computed in float64, so that a slice of it is the same whatever else is computed
-    with it. Where the product is zero the values keep their bits, that of a negative zero too.
+    with it, and added in float32 or, to float32 values, in float64. Where it is zero the values
+    keep their bits, those of a negative zero too.
     """
-    product = (b.double() @ a.double()).mul_(scale)
-    is_zero = product == 0
-    return torch.where(is_zero, values, product.add_(values).to(values.dtype))
+    negative, a = b.double() * -scale, a.double()
+    wide = torch.float32 if values.itemsize < 4 else torch.float64
+    merged = torch.empty_like(values)
+    # In parts that a CPU's caches hold.
+    step = len(values) if values.is_cuda else max(1, _MERGED_AT_ONCE // max(1, a.shape[1]))
+    for to, at, of_b in zip(
+        merged.split(step), values.split(step), negative.split(step), strict=True
+    ):
+        to.copy_(at.to(wide) - (of_b @ a).to(wide))  # -0 - 0 is -0
+    return merged
 
 
 class _Merge(torch.autograd.Function):
@@ -178,7 +187,7 @@ class _Merge(torch.autograd.Function):
         grad, factors = grads[0], ctx.saved_tensors
         gradients: list[torch.Tensor | None] = []
         for adapter, a, b in zip(ctx.adapters, factors[::2], factors[1::2], strict=True):
-            part = (grad if adapter.at is None else grad[adapter.at]).float()
+            part = grad[adapter.at].float()
             gradients += adapter.gradients(b.float().t() @ part, part @ a.float().t())
         return None, None, *gradients
 
@@ -204,11 +213,19 @@ class _OfProducts(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         grad, (x, *factors) = grads[0], ctx.saved_tensors
         of_output, x = grad.flatten(0, -2), x.flatten(0, -2)
+        # All adapters of the layer in one product: A below each other, B side by side, with zeros
+        # in the rows of other adapters.
+        all_a = torch.cat(factors[::2])
+        columns, last = [], 0
+        for a in factors[::2]:
+            columns.append(slice(last, last := last + len(a)))
+        all_b = all_a.new_zeros(of_output.shape[1], last)
+        for adapter, b, at in zip(ctx.adapters, factors[1::2], columns, strict=True):
+            all_b[adapter.at, at] = b
+        of_a, of_b = (of_output @ all_b).t() @ x, of_output.t() @ (x @ all_a.t())
         gradients: list[torch.Tensor | None] = []
-        for adapter, a, b in zip(ctx.adapters, factors[::2], factors[1::2], strict=True):
-            part = of_output if adapter.at is None else of_output[:, adapter.at]
-            of_a, of_b = (part @ b).t() @ x, part.t() @ (x @ a.t())
-            gradients += adapter.gradients(of_a.float(), of_b.float())
+        for adapter, at in zip(ctx.adapters, columns, strict=True):
+            gradients += adapter.gradients(of_a[at].float(), of_b[adapter.at, at].float())
         return grad, None, None, *gradients
 
 
@@ -217,10 +234,7 @@ def merged_weight(weight: torch.Tensor, adapters: Sequence[Adapter]) -> torch.Te
     """Return a new tensor: Megatron's weight of this rank with its adapters."""
     merged = weight.clone()
     for each in adapters:
-        if each.at is None:
-            merged = plus_product(weight, each.b, each.a, each.scale)
-        else:
-            merged[each.at] = plus_product(weight[each.at], each.b, each.a, each.scale)
+        merged[each.at] = plus_product(weight[each.at], each.b, each.a, each.scale)
     return merged
 
 

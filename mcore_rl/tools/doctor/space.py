@@ -106,7 +106,8 @@ def check_host_memory(phase: HostPhase, machine: MachineMemory, *, ranks: int) -
     which a start refuses."""
     needed = phase.total_bytes
     what = (
-        f"{plural(ranks, 'rank')} here need about {shown_bytes(needed)} of host memory in phase "
+        f"{plural(ranks, 'rank')} here {'needs' if ranks == 1 else 'need'} about "
+        f"{shown_bytes(needed)} of host memory in phase "
         f"{phase.name} ({phase.described}); {machine.source} is "
         f"{shown_bytes(machine.limit_bytes)}, of which {shown_bytes(machine.available_bytes)} are "
         "free"

@@ -47,7 +47,7 @@ from mcore_rl.rewards.specs import parse_rewards  # noqa: E402
 from mcore_rl.rollout.conversations import Conversations  # noqa: E402
 from mcore_rl.rollout.dispatch import SamplingTarget, StepCounts  # noqa: E402
 from mcore_rl.rollout.engines import RolloutWorkers  # noqa: E402
-from mcore_rl.rollout.groups import GroupPlan  # noqa: E402
+from mcore_rl.rollout.group_plan import GroupPlan  # noqa: E402
 from mcore_rl.rollout.sample_store import SampleStore  # noqa: E402
 from mcore_rl.rollout.stream import StreamActions, run_stream  # noqa: E402
 

@@ -1,6 +1,6 @@
 """Groups of an engine that samples ahead: they outlive steps and weights.
 
-`ContinuousScheduler` differs from its base in what ends: a step takes groups while others continue.
+A step takes groups while others continue.
 Before the weights change, running requests end with their next token (`pause`). They are submitted
 again from their tokens (`resume`), whose keys and values the new weights compute.
 """
@@ -22,7 +22,7 @@ from mcore_rl.rollout.bank import Bank, BankedGroup
 from mcore_rl.rollout.comparison import Selection
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.group_plan import GroupPlan
-from mcore_rl.rollout.groups import GroupDecision, GroupScheduler, Select
+from mcore_rl.rollout.open_groups import GroupDecision, OpenGroups, Select
 from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.rollout.shared_draws import SharedDraws
 from mcore_rl.rollout.stream import StreamActions
@@ -30,19 +30,7 @@ from mcore_rl.rollout.stream import StreamActions
 logger = logging.getLogger(__name__)
 
 
-class _EndlessDraws:
-    """`SharedDraws` as the base class calls its dispatcher."""
-
-    takes_first = is_exhausted = is_undecided = False
-
-    def __init__(self, draws: SharedDraws) -> None:
-        self.next_draw = draws.next_draw
-
-    def fail(self) -> None:
-        """Do nothing: the error ends this process."""
-
-
-class ContinuousScheduler(GroupScheduler):
+class ContinuousScheduler(OpenGroups):
     """The open groups of a TP group; on all its ranks, but decisions are made on the first."""
 
     def __init__(
@@ -66,7 +54,7 @@ class ContinuousScheduler(GroupScheduler):
             engine,
             plan,
             prompt_of,
-            dispatcher=None if draws is None else _EndlessDraws(draws),  # type: ignore[arg-type]
+            is_first=draws is not None,
             rewards=rewards,
             select=_keep if select is None else select,
             at_once=engine.config.max_num_seqs,
@@ -181,11 +169,14 @@ class ContinuousScheduler(GroupScheduler):
             return StreamActions(end=tuple(sorted(self._running)))
         if self.until():
             return StreamActions(stop=True)
-        actions = super().schedule(num_running)
-        self._submitted |= {each.number: each for each in actions.submit}
+        if self.error is not None:
+            return self._after_an_error()
+        submit = self._new_requests(num_running)
+        self._running |= {each.number for each in submit}
+        self._submitted |= {each.number: each for each in submit}
         restore, self._to_restore = tuple(self._to_restore), []
         self._draws.flush()
-        return replace(actions, restore=restore)
+        return StreamActions(tuple(submit), more=True, restore=restore)
 
     def finished(self, completion: Completion) -> None:
         self._submitted.pop(completion.number, None)
@@ -201,6 +192,10 @@ class ContinuousScheduler(GroupScheduler):
                 self._continue(group)
 
     # Internal
+
+    def _next_draw(self) -> int | None:
+        assert self._draws is not None
+        return self._draws.next_draw()
 
     def _has_room(self) -> bool:
         return super()._has_room() and self.num_sampling < self._most_groups
@@ -226,7 +221,7 @@ class ContinuousScheduler(GroupScheduler):
         else:
             self._finish_group(group)
 
-    def _store_outcomes(self, number: int, outcomes) -> None:  # type: ignore[no-untyped-def]
+    def _store_outcomes(self, number: int, outcomes: Mapping[str, Outcome]) -> None:
         if number // self.plan.size in self.open:  # else it was dropped
             super()._store_outcomes(number, outcomes)
 

@@ -42,7 +42,8 @@ from mcore_rl.rollout.dispatch import (
     StepCounts,
 )
 from mcore_rl.rollout.group_plan import GroupPlan
-from mcore_rl.rollout.groups import GroupScheduler, Select
+from mcore_rl.rollout.groups import GroupScheduler
+from mcore_rl.rollout.open_groups import Select
 from mcore_rl.rollout.options import RolloutOptions
 from mcore_rl.rollout.pending import EngineLimits, read_groups, write_groups
 from mcore_rl.rollout.sample_store import SampleStore

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import smollm2
+from benchmarks import smollm2, smollm2_trl
 from benchmarks.pages import section
 
 
@@ -25,6 +25,24 @@ def test_pages_and_figure_are_those_of_the_record(record: dict[str, Any]) -> Non
         ("README.md", "answers", smollm2.answers_table(record)),
     ):
         assert section(name, lines) in (smollm2.ROOT / file).read_text(), file
+
+
+def test_minutes_until_the_accuracy_of_the_other() -> None:
+    """Ours learns as much a step, and takes a third of the seconds."""
+    rewards = [[0.1 + 0.02 * step + 0.01 * seed for step in range(10)] for seed in range(3)]
+    steps = [
+        [
+            {"step": n, "reward": reward, "seconds": 20.0, "accuracy": 0.0}
+            for n, reward in enumerate(run)
+        ]
+        for run in rewards
+    ]
+    ours = {"runs": [{"steps": run} for run in steps]}
+    theirs = {"facts": {}, "runs": [{"rewards": r, "step_seconds": [60.0] * 10} for r in rewards]}
+    text = "\n".join(smollm2_trl.page(ours, theirs))
+    assert "| 256 | 0.120 ± 0.010 | 0.7 | 0.120 ± 0.010 | 2.0 |" in text
+    assert "+0.000 with a standard error of 0.008 | yes" in text
+    assert "0.280 after 3.3 and 10.0 min: 3.0x | yes" in text
 
 
 def test_ends_of_a_run() -> None:

@@ -65,6 +65,8 @@ def layer_terms(model: TrainedModel, kind: LayerKind) -> Iterator[Term]:
             yield from _latent_terms(model, shape.latent)
         else:
             yield from _grouped_terms(model)
+        if model.training.attention_in_float32:
+            yield Term("attention in float32", _float32_bytes(model), frozenset({"core_attn"}))
         # A number per head, instead of the scores.
         statistics = _FLOAT32 * shape.num_heads / tp
         yield Term("softmax statistics", statistics, frozenset({"core_attn"}))
@@ -79,6 +81,16 @@ def layer_terms(model: TrainedModel, kind: LayerKind) -> Iterator[Term]:
             ("up and its square", 2) if shape.squared_relu else ("gate, up and their product", 3)
         )
         yield Term(what, copies * width, frozenset({"mlp"}))
+
+
+def _float32_bytes(model: TrainedModel) -> float:
+    """Return the bytes of queries, keys, values and the output of attention in float32."""
+    shape, latent = model.shape, model.shape.latent
+    if latent is not None:
+        head = 2 * (latent.qk_nope_head_dim + latent.qk_rope_head_dim) + 2 * latent.v_head_dim
+        return _FLOAT32 * shape.num_heads * head / model.train.tp_size
+    heads = 2 * shape.num_heads + 2 * shape.num_kv_heads
+    return _FLOAT32 * heads * shape.head_dim / model.train.tp_size
 
 
 def _grouped_terms(model: TrainedModel) -> Iterator[Term]:

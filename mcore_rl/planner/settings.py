@@ -108,6 +108,7 @@ class TrainSettings:
     recompute: Recompute
     chunk_tokens: int  # tokens whose logits exist at once
     head_in_float32: bool = False  # --rl-fp32-lm-head
+    attention_in_float32: bool = False  # of weights in 16 bits, without a GPU
     num_top_tokens: int = 0  # --rl-score-centering
     expert_load: float  # tokens of the busiest rank's experts over the mean
     lora_rank: int = 0  # of adapters, which are all that is trained; 0: without LoRA

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.platform import MOST_KEYS_IN_FLOAT32
 from mcore_rl.config import RLConfig
 from mcore_rl.hybrid_engine.memory.offload import kinds_at_start, offload_kinds
 from mcore_rl.hybrid_engine.options import ranks_per_node
@@ -234,17 +235,21 @@ def activation_settings(
     expert_load: float = 1.0,
 ) -> TrainSettings:
     """Return what determines the size of activations; `train` and `layers` are the model's."""
+    positions = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     settings = TrainSettings(
         weight_bytes=4 if config.trainer.precision == "fp32" else 2,
         vocabulary_multiple=values.get("make_vocab_size_divisible_by"),
         micro_batch_size=values["micro_batch_size"],
         num_micro_batches=1,  # counted below
-        positions=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+        positions=positions,
         packed_tokens=config.trainer.max_tokens_per_microbatch,
         sequence_parallel=bool(values.get("sequence_parallel")) and train.tp_size > 1,
         recompute=_recompute(values),
         chunk_tokens=config.trainer.log_prob_chunk_tokens,
         head_in_float32=config.trainer.fp32_lm_head,
+        attention_in_float32=config.trainer.precision != "fp32"
+        and values.get("distributed_backend") == "gloo"
+        and positions <= MOST_KEYS_IN_FLOAT32,
         num_top_tokens=config.recipe.score_centering,
         expert_load=expert_load,
         mtp_layers=values.get("mtp_num_layers") or 0,

@@ -41,13 +41,9 @@ import torch.nn.functional as F
 
 from mcore_rl.batching.attention_batches import similar_segments
 from mcore_rl.batching.rows import positions_on_cp_rank, prefixes_of
+from mcore_rl.common.platform import MOST_KEYS_IN_FLOAT32
 from mcore_rl.patches.registry import Patch, require, require_parameters, require_source
 from mcore_rl.patches.torch import narrow_products
-
-# Without a GPU, the gradients of samples with fewer keys are computed faster in float32: 14 ms
-# instead of 24, forward pass included, for 47 x 9 heads with 25 queries and 73 keys, on a CPU with
-# AVX512_BF16. From 512 keys torch's kernel is faster in 16 bits.
-MOST_KEYS_IN_FLOAT32 = 256
 
 
 class SDPACoreAttention(torch.nn.Module):

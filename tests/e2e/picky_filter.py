@@ -3,12 +3,12 @@
 from mcore_rl.api import Drop, group_filter
 
 
-@group_filter("picky", reasons=["odd", "fifth"])
+@group_filter("picky", reasons=["odd", "third"])
 def picky(group, parameters):
     """Replace a third of all groups, by the sum of their tokens, and drop others by their row."""
     if sum(int(sample.rollout.response_token_ids.sum()) for sample in group) % 3 == 0:
         return Drop("odd", refill=True)
-    return Drop("fifth") if group[0].rollout.prompt.index % 5 == 0 else None
+    return Drop("third") if group[0].rollout.prompt.index % 3 == 0 else None
 
 
 @group_filter("later", reasons=["first"])

@@ -212,7 +212,7 @@ def test_a_group_filter_decides_the_same_again(runs: tuple[Run, Run, Run]) -> No
     _, _, resumed = runs
     if "rollout/filtered/odd" not in resumed.metrics[0]:
         pytest.skip("this run has no filter")
-    for reason in ("odd", "fifth"):
+    for reason in ("odd", "third"):
         counts = [resumed.metrics[n][f"rollout/filtered/{reason}"] for n in range(NUM_STEPS)]
         assert sum(counts[SAVED_AT:]) > 0
 

@@ -104,7 +104,7 @@ def test_controllers_ask_the_group_filter(
     run_job(ranks, task_flags(checkpoint, tmp_path / "run", *more), world_size=1).require(0)
     steps = [step for step in metrics_of(tmp_path / "run") if "reward/mean" in step]
     rows = [json.loads(line) for line in (tmp_path / "run" / "rollouts.jsonl").open()]
-    for reason in ("odd", "fifth"):
+    for reason in ("odd", "third"):
         trained = sum(row["filtered"] == reason for row in rows) / 4
         assert 0 < sum(step[f"rollout/filtered/{reason}"] for step in steps) >= trained
 

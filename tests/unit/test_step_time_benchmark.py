@@ -235,7 +235,7 @@ def test_reward_reads_the_text_before_the_first_full_stop():
 def test_both_systems_get_the_same_rewards(name: str) -> None:
     (workload,) = (each for each in WORKLOADS if each.name == name)
     score = resolve_reward(workload.reward_name)
-    texts, answers = ["15 85", "15 75....85", "no"], ["85", "85", "85"]
+    texts, answers = ["15 85", "15 75. 85", "no"], ["85", "85", "85"]
     alone = [score(prompt="", response=t, answer=a) for t, a in zip(texts, answers, strict=True)]
     assert alone == [1.0, float(name == "smollm2"), 0.0]
     assert trl_reward_of(workload)(texts, answers) == alone

@@ -99,7 +99,7 @@ def test_without_devices_samples_are_packed_as_the_host_allows() -> None:
     lengths = ("--rl-max-prompt-tokens", "64", "--rl-max-response-tokens", "64")
     large_host = chosen(source_of(small, *lengths, host_gb=64))
     assert large_host == {PACKED: "2048", SEQS: "128"}
-    sizes = [int(chosen(source_of(small, *lengths, host_gb=size))[PACKED]) for size in (24, 22, 16)]
+    sizes = [int(chosen(source_of(small, *lengths, host_gb=size))[PACKED]) for size in (25, 23, 16)]
     assert sizes == [2048, 1024, 128]
 
 

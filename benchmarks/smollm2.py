@@ -1,11 +1,11 @@
 """The example of SmolLM2-135M-Instruct over several seeds, and what is drawn from its record.
 
-    python benchmarks/smollm2.py --seeds 1 2 3         # runs, 8 minutes each, then draws
+    python benchmarks/smollm2.py --seeds 1 2 3 4 5     # runs, 8 minutes each, then draws
     python benchmarks/smollm2.py                       # draws again, from the record alone
 
-A run is `bash examples/smollm2/run.sh` with a seed. The record has every step of
-every run and ten greedy answers of the first, before and after; the curves, the table of answers in
-README.md and the section of benchmarks/RESULTS.md are drawn from it.
+A run is `bash examples/smollm2/run.sh` with a seed. The record has every step of every run and ten
+greedy answers of the first, before and after; the curves, the table of answers in README.md and the
+section of benchmarks/RESULTS.md are drawn from it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 #
 # The first call sets the environment up, and makes the folder of the model in MCORE_RL_CACHE
 # (default ~/.cache/mcore_rl): scripts/make_smollm2.py. Settings are in config.yaml; flags on the
-# command line win. NPROC: processes (default 1; 2 are faster on 2 cores, and take 13 GB of memory).
+# command line win. NPROC: processes (default 1; on 2 cores, 2 are no faster).
 set -euo pipefail
 
 [[ ${1:---} == --* ]] || { echo "usage: run.sh [flags]" >&2 && exit 2; }

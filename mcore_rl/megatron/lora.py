@@ -206,7 +206,7 @@ class _OfProducts(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.adapters = adapters
         ctx.save_for_backward(layer_input, *factors)
-        ctx.mark_dirty(output)  # it is no view, since Megatron may add to it in place
+        ctx.mark_dirty(output)  # not returned as a view, to which Megatron could not add in place
         return output
 
     @staticmethod

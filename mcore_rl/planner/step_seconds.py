@@ -49,7 +49,7 @@ class Seconds:
     communication: float
     hand_over: float
     rollout: float
-    offload: float = 0.0
+    offload: float
 
     @property
     def total(self) -> float:

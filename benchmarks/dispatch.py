@@ -1,10 +1,10 @@
 """Possible gain of dispatching prompts to engines: the long-tail load of `rollout.py`, simulated.
 
-    python benchmarks/dispatch.py [--repetitions 200] [--markdown FILE]
+    python benchmarks/dispatch.py [--repetitions 200] [--write]
 
 No engine runs. Two simulated engines take steps with a fixed cost and a cost per sequence. All
 policies dispatch the same responses. The bound is the time if both engines were full to the end.
---markdown replaces its own section of FILE.
+--write replaces its section of RESULTS.md.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
 from benchmarks.pages import section, write_section  # noqa: E402
+from benchmarks.records import RESULTS  # noqa: E402
 from benchmarks.rollout_worker import LONG_TAIL, Load  # noqa: E402
 
 NUM_ENGINES = 2
@@ -123,13 +124,14 @@ def main(tokens: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repetitions", type=int, default=200)
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the section there")
+    parser.add_argument("--write", action="store_true", help="put the section into RESULTS.md")
     options = parser.parse_args(tokens)
     if options.repetitions < 1:
         parser.error(f"--repetitions {options.repetitions} must be at least 1; raise it")
     part = section_of(LONG_TAIL, options.repetitions)
     print(part)
-    write_section(options.markdown, SECTION, part)
+    if options.write:
+        write_section(RESULTS, SECTION, part)
     return 0
 
 

@@ -158,7 +158,7 @@ def pace(folder: Path) -> None:
     """Pace this process."""
     from mcore_rl.hybrid_engine.hand_over import HandOver
     from mcore_rl.hybrid_engine.vllm.generation import Generation
-    from mcore_rl.rollout.groups import GroupScheduler
+    from mcore_rl.rollout.scheduler import Scheduler
     from mcore_rl.trainer.learner import Learner
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -216,7 +216,7 @@ def pace(folder: Path) -> None:
     _around(Generation, "__init__", begin)
     _around(Generation, "submit", submit)
     _around(Generation, "step", step)
-    _around(GroupScheduler, "between_steps", between_steps)
+    _around(Scheduler, "between_steps", between_steps)
     _around(Learner, "update", update)
     _around(HandOver, "move", move)
 

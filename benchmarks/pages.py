@@ -61,26 +61,6 @@ def with_section(page: str, name: str, part: str) -> str:
     return re.sub(pattern, lambda _: part, page, flags=re.DOTALL)
 
 
-def sections_of(page: str) -> str:
-    """Return all sections of a page, with their markers."""
-    found = re.finditer(r"<!-- (\w+): begin -->.*?<!-- \1: end -->\n?", page, flags=re.DOTALL)
-    return "\n".join(each[0] for each in found)
-
-
-def write_section(file: Path | None, name: str, part: str) -> None:
-    """Replace the section in a file, which need not exist. Nothing is written without a file."""
-    if file is not None:
-        file.write_text(with_section(_text_of(file), name, part))
-
-
-def section_fault(file: Path | None, name: str) -> str:
-    """Return why `write_section` would fail, as text that begins with --markdown; "" if not."""
-    try:
-        with_section("" if file is None else _text_of(file), name, "")
-    except ValueError as error:
-        return f"--markdown {file}: {error}"
-    return ""
-
-
-def _text_of(file: Path) -> str:
-    return file.read_text() if file.is_file() else ""
+def write_section(file: Path, name: str, part: str) -> None:
+    """Replace the section in a file, which need not exist."""
+    file.write_text(with_section(file.read_text() if file.is_file() else "", name, part))

@@ -1,6 +1,6 @@
 """Time and memory of `mcore-rl plan` for DeepSeek-V3.
 
-    python benchmarks/plan_time.py [--world-sizes 256 4096] [--repeats 3] [--against CHECKOUT]
+    python benchmarks/plan_time.py [--record] [--repeats 3] [--against CHECKOUT]
 
 Each plan runs in a new process, imports included. With --against, this and another checkout run in
 turns, so that ratios are valid on a busy machine. Processor seconds are user plus system time.
@@ -14,30 +14,35 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PRESETS = ROOT / "scripts" / "presets"
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import records  # noqa: E402
+from benchmarks.facts import facts_of_run  # noqa: E402
+from benchmarks.pages import fact_list, section  # noqa: E402
+
+PRESETS = "--rl-config scripts/presets/v3.yaml --hf-config scripts/presets/v3.json"
+SECTION, PAGE = "plan_time", ROOT / "docs" / "using" / "planner.md"
+CASES = (
+    "--world-size 256",
+    "--world-size 4096",
+    "--world-size 4096 --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 "
+    "--decoder-last-pipeline-num-layers 1 --expert-model-parallel-size 256 --rl-rollout-tp-size 8 "
+    "--rl-rollout-ep-size 256",
+    "--world-size 256 --search",
+    "--world-size 4096 --search",
+    "--world-size 4096 --simulate --rl-num-prompts-per-step 2048",
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Measurements of one process."""
-
-    seconds: float
-    cpu_seconds: float
-    peak_bytes: int
-
-
-def plan(checkout: Path, world_size: int) -> Run:
+def plan(checkout: Path, flags: str) -> dict[str, float]:
     """Plan once with the code of `checkout`. Raises RuntimeError if that fails."""
-    flags = ["--hf-config", str(PRESETS / "v3.json"), "--rl-config", str(PRESETS / "v3.yaml")]
-    command = [sys.executable, "-m", "mcore_rl.cli", "plan", *flags]
-    command += ["--world-size", str(world_size)]
+    command = [sys.executable, "-m", "mcore_rl.cli", "plan", *PRESETS.split(), *flags.split()]
     with tempfile.TemporaryFile() as errors:
-        started = time.perf_counter()
         process = subprocess.Popen(
             command,
             cwd=checkout,  # which Python imports from first
@@ -45,41 +50,52 @@ def plan(checkout: Path, world_size: int) -> Run:
             stderr=errors,
         )
         _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - started
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             errors.seek(0)
             raise RuntimeError(f"mcore-rl plan in {checkout}: {errors.read().decode()}")
-    return Run(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * 1024)
+    return {
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+        "peak_bytes": usage.ru_maxrss * 1024,
+    }
 
 
-def main() -> None:
+def part_of(record: records.Record) -> str:
+    """Return the section of a record."""
+    lines = ["", "| flags | processor seconds | resident |", "| --- | ---: | ---: |"]
+    for case in record["cases"]:
+        seconds, peak = _summary(case["runs"])
+        lines.append(f"| `{case['flags']}` | {seconds:.1f} | {peak:.0f} MB |")
+    return section(SECTION, [*lines, "", *fact_list(record["facts"]), ""])
+
+
+def _summary(runs: Sequence[dict[str, float]]) -> tuple[float, float]:
+    """Return the median of processor seconds, and the peak in MB."""
+    seconds = statistics.median(run["cpu_seconds"] for run in runs)
+    return seconds, max(run["peak_bytes"] for run in runs) / 1e6
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--world-sizes", type=int, nargs="+", default=[256, 4096])
+    records.add_flag(parser)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--against", type=Path, help="another checkout of this repository")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    facts = facts_of_run("plan_time.py", arguments, ())
     checkouts = [ROOT, *([options.against.resolve()] if options.against else [])]
-    print(f"load of the machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
-    print("| ranks | checkout | seconds | processor seconds | resident |")
-    print("| --- | --- | --- | --- | --- |")
-    for world_size in options.world_sizes:
-        runs: dict[Path, list[Run]] = {checkout: [] for checkout in checkouts}
+    cases: list[dict[str, Any]] = []
+    for flags in CASES:
+        runs: dict[Path, list[dict[str, float]]] = {checkout: [] for checkout in checkouts}
         for _ in range(options.repeats):
             for checkout in checkouts:
-                runs[checkout].append(plan(checkout, world_size))
-        medians = []
-        for checkout, some in runs.items():
-            medians.append(statistics.median(run.cpu_seconds for run in some))
-            seconds = statistics.median(run.seconds for run in some)
-            peak = max(run.peak_bytes for run in some) / 1e6
-            name = "this one" if checkout == ROOT else "the other"
-            print(f"| {world_size} | {name} | {seconds:.1f} | {medians[-1]:.1f} | {peak:.0f} MB |")
+                runs[checkout].append(plan(checkout, flags))
+        cases.append({"flags": flags, "runs": runs[ROOT]})
+        seconds = [_summary(runs[checkout])[0] for checkout in checkouts]
         if options.against:
-            print(
-                f"processor seconds of {world_size}: {medians[0] / medians[1]:.2f} of the other's"
-            )
+            print(f"{flags}: {seconds[0] / seconds[1]:.2f} of the other's processor seconds")
+    records.report(SECTION, part_of, facts, to=options.record, page=PAGE, cases=cases)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,12 +1,16 @@
 """Runs of models of realistic size on this machine: seconds and host memory of each phase.
 
     python benchmarks/real_size.py --case dense --folder DIR
+    python benchmarks/real_size.py --case medium --folder DIR --saves [--record]
 
 A random model is made in DIR, trained, saved and exported. A second run resumes after the first
 step and must end with the same weights. Prints seconds, measured and planned peak in GB by phase.
 With `--flags --async-save`, "save" is the time that training waits, and "last save" what is left at
 the end. `tests/real_size` asserts these measurements. Needs about 20 GB of host memory and 40 GB of
 disk, in the background 30 GB of memory.
+
+With `--saves` a run saves twice in the foreground, and another one in the background, with three
+steps between saves, in which the files are written.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -28,6 +33,12 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import records  # noqa: E402
+from benchmarks.facts import facts_of_run  # noqa: E402
+from benchmarks.pages import fact_list, section, verdict_table  # noqa: E402
+
 ENVIRONMENT = {
     **{"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
     **{"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TOKENIZERS_PARALLELISM": "false"},
@@ -57,7 +68,16 @@ CASES = {
         1,
         "",
     ),
-    # The same with fewer layers and a smaller vocabulary, within 10 GB.
+    # The same with fewer layers and a smaller vocabulary, within 20 and 10 GB.
+    "medium": RealSize(
+        "qwen3",
+        dict(
+            hidden_size=1024, num_hidden_layers=20, num_attention_heads=16, num_key_value_heads=8,
+            head_dim=128, intermediate_size=3072, vocab_size=98304, tie_word_embeddings=True,
+        ),
+        1,
+        "",
+    ),
     "small": RealSize(
         "qwen3",
         dict(
@@ -79,6 +99,9 @@ CASES = {
         "--pipeline-model-parallel-size 2 --rl-routing-replay r3",
     ),
 }  # fmt: skip
+SAVES = "real_size_saves"  # the section and the record of --saves
+BACKGROUND = "--async-save"
+SAVING = "--rl-num-steps 7 --save-interval 3"  # and at the end, which is not counted
 KV_CACHE_GIB = 0.5
 COMMON = (
     "--rl-reward arithmetic --rl-max-prompt-tokens 24 --rl-max-response-tokens 8 "
@@ -97,6 +120,7 @@ class Measured:
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
+    calls: dict[str, list[float]] = field(default_factory=dict)  # seconds of each, on rank 0
     peak_bytes: dict[str, int] = field(default_factory=dict)
 
 
@@ -169,6 +193,7 @@ def _by_phase(phases: Path, samples: list[tuple[float, int]]) -> Measured:
         inside = [held for at, held in samples if begin <= at <= end]
         if line["rank"] == 0:
             found.seconds[name] = found.seconds.get(name, 0.0) + end - begin
+            found.calls.setdefault(name, []).append(round(end - begin, 3))
         if inside:  # a phase may be shorter than the time between two samples
             found.peak_bytes[name] = max([found.peak_bytes.get(name, 0), *inside])
     return found
@@ -205,14 +230,76 @@ def exported(run_dir: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
+def saves_of(case: RealSize, checkpoint: Path, folder: Path) -> list[dict[str, Any]]:
+    """Run with saves in the foreground and in the background. Return the seconds of each step's
+    calls of the saver, for which training waits, and the peak of all processes."""
+    found = []
+    for flags in ("", BACKGROUND):
+        run_dir = folder / "saves"
+        shutil.rmtree(run_dir, ignore_errors=True)
+        given = [*flags_of(case, checkpoint, run_dir), *SAVING.split(), *flags.split()]
+        measured = run(case, given, folder / "phases.jsonl")
+        files = (run_dir / "checkpoints" / "iter_0000006").glob("*.distcp")
+        found.append(
+            {
+                "flags": flags,
+                "waited": measured.calls["save"],
+                "last": measured.calls["last save"],
+                "train": measured.calls["train"],
+                "peak_bytes": max(measured.peak_bytes.values()),
+                "file_bytes": max(file.stat().st_size for file in files),
+            }
+        )
+    shutil.rmtree(run_dir)
+    return found
+
+
+def saves_part(record: records.Record) -> str:
+    """Return the section of `--saves`."""
+    lines = [
+        "# Seconds for which training waits for a save",
+        "",
+        f"Drawn from `benchmarks/records/{SAVES}.json`. Runs of {SAVING.split()[1]} steps of a",
+        "dense model, which save after steps 3 and 6, in the foreground and with `--async-save`.",
+        "Seconds include those in which later steps complete the checkpoint. Three steps pass",
+        "between saves, in which the files of the first are written. GB is the peak of all",
+        "processes.",
+        "",
+        *fact_list(record["facts"]),
+        "",
+        "| case | a file, GB | saves | first, s | second, s | peak GB |",
+        "| --- | ---: | --- | ---: | ---: | ---: |",
+    ]
+    verdicts = []
+    for case, runs in record["runs"].items():
+        waited = [(sum(each["waited"][2:5]), sum(each["waited"][5:])) for each in runs]
+        for each, (first, second) in zip(runs, waited, strict=True):
+            size, peak = each["file_bytes"] / 1e9, each["peak_bytes"] / 1e9
+            how = "in the background" if each["flags"] else "in the foreground"
+            lines.append(
+                f"| {case} | {size:.2f} | {how} | {first:.2f} | {second:.2f} | {peak:.1f} |"
+            )
+        shares = [there / here for here, there in zip(*waited, strict=True)]
+        shown = " and ".join(f"1/{1 / share:.1f}" for share in shares)
+        verdicts.append((f"{case}: at most a fifth", shown, max(shares) <= 0.2))
+    return section(SAVES, [*lines, "", *verdict_table(verdicts)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--case", choices=CASES, required=True)
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--flags", default="", help="more flags, such as --async-save")
+    parser.add_argument("--saves", action="store_true", help="compare saves alone")
+    records.add_flag(parser)
     options = parser.parse_args()
     case, folder = CASES[options.case], options.folder
     checkpoint = make_checkpoint(case, folder / options.case)
+    if options.saves:
+        facts = facts_of_run("real_size.py", None, ())
+        runs = {options.case: saves_of(case, checkpoint, folder)}
+        records.report(SAVES, saves_part, facts, to=options.record, runs=runs)
+        return
     first, again = folder / f"{options.case}-run", folder / f"{options.case}-resumed"
     load = ("--load", str(first / "checkpoints"), "--ckpt-step", "1")
     for run_dir, more in ((first, ()), (again, load)):

@@ -6,9 +6,10 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-from benchmarks.pages import Verdict, fact_list, paired_ratio, verdict_table
+from benchmarks.pages import Verdict, fact_list, paired_ratio, section, verdict_table
 
 Row = dict[str, Any]
+SECTION = "reshard"
 SWITCH, UNPROVED = "switch", "switch, unproved"
 
 
@@ -165,8 +166,9 @@ def verdicts(rows: Sequence[Row]) -> list[Verdict]:
     return found
 
 
-def markdown(rows: Sequence[Row], facts: Mapping[str, str]) -> str:
-    """Return the page: method, targets, and a table per case."""
+def part_of(record: Mapping[str, Any]) -> str:
+    """Return the section of a record: method, targets, and a table per case."""
+    rows, facts = record["rows"], record["facts"]
     lines = ["# Resharding, measured beside the peers", "", _INTRODUCTION, ""]
     lines += [*fact_list(facts), "", "## Targets", "", *verdict_table(verdicts(rows))]
     cases = dict.fromkeys((row["model"], row["layout"]) for row in rows)
@@ -187,7 +189,7 @@ def markdown(rows: Sequence[Row], facts: Mapping[str, str]) -> str:
         lines += [_line(row) for row in some if "median_seconds" in row]
         notes = [f"- {row['path']}: {row['note']}" for row in some if row["note"]]
         lines += ["", *notes] if notes else []
-    return "\n".join(lines) + "\n"
+    return section(SECTION, lines)
 
 
 def _line(row: Row) -> str:

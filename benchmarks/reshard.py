@@ -1,6 +1,6 @@
 """Resharding beside the peers, in one run.
 
-    python benchmarks/reshard.py [--json FILE] [--markdown FILE] [--quick]
+    python benchmarks/reshard.py [--record] [--quick]
 
 Makes checkpoints of random weights in a temporary folder, runs each case on 4 or 8 processes of
 this machine, and prints a table per case. Without mbridge (the `bench` extra) its rows say so.
@@ -30,11 +30,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from benchmarks import records  # noqa: E402
 from benchmarks.cases import CASES, QUICK, Case, Model  # noqa: E402
 from benchmarks.facts import facts_of_run  # noqa: E402
-from benchmarks.pages import sections_of  # noqa: E402
 from benchmarks.processes import ENVIRONMENT  # noqa: E402
-from benchmarks.report import Row, markdown  # noqa: E402
+from benchmarks.report import SECTION, Row, part_of  # noqa: E402
 
 CASE_SECONDS = 600
 
@@ -43,8 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page there")
+    records.add_flag(parser)
     parser.add_argument("--repetitions", type=int, default=10, help="timed runs of every path")
     parser.add_argument("--bucket-mb", type=int, default=16, help="of ours and of the plain gather")
     parser.add_argument("--only", default="", metavar="TEXT", help="cases whose layout has TEXT")
@@ -76,14 +75,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="mcore_rl_bench_") as folder:
         for case in cases:
             rows += _measured(case, Path(folder), options.bucket_mb, repetitions)
-            page = markdown(rows, facts)
-            if options.json:
-                options.json.write_text(json.dumps(rows, indent=1) + "\n")
-            if options.markdown:
-                kept = options.markdown.read_text() if options.markdown.is_file() else ""
-                others = sections_of(kept)  # of other benchmarks
-                options.markdown.write_text(f"{page}\n{others}" if others else page)
-    print(page)
+    records.report(SECTION, part_of, facts, to=options.record, rows=rows)
     return 0
 
 

@@ -21,8 +21,7 @@ from mcore_rl.common.run_output import setup_logging
 from mcore_rl.hybrid_engine.plan.placement import Placement, with_rank_map
 from mcore_rl.job.start import start
 from mcore_rl.model.layout import RolloutLayout
-from mcore_rl.trainer.build import build_manager
-from mcore_rl.trainer.hand_overs import engine_config
+from mcore_rl.trainer.hand_overs import build_manager, engine_config
 from mcore_rl.trainer.models import build_actor
 from mcore_rl.verify import overwrite, stored_digests
 from tests.model_only import VLLMModelOnly

@@ -1,8 +1,8 @@
 """Samples per second of the stream of rollouts and of fixed blocks, and hidden rewards.
 
-    python benchmarks/rollout.py [--json FILE] [--markdown FILE] [--only CASE ...] [--quick]
+    python benchmarks/rollout.py [--record] [--only CASE ...] [--quick]
 
-About a quarter of an hour on 2 cores. --markdown replaces this benchmark's section of FILE.
+About a quarter of an hour on 2 cores.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+from benchmarks import records  # noqa: E402
 from benchmarks import rollout_report as report  # noqa: E402
 from benchmarks.facts import facts_of_run  # noqa: E402
-from benchmarks.pages import section_fault, write_section  # noqa: E402
 from benchmarks.processes import ENVIRONMENT, run_python  # noqa: E402
 
 NUM_RANKS = 2
@@ -43,8 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     cases = list(REPETITIONS)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the section there")
+    records.add_flag(parser)
     parser.add_argument("--only", nargs="+", choices=cases, default=cases, help="some cases")
     parser.add_argument("--quick", action="store_true", help="one repetition of each")
     return parser
@@ -52,9 +51,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(tokens: Sequence[str] | None = None) -> int:
     options = make_parser().parse_args(tokens)
-    if fault := section_fault(options.markdown, report.SECTION):
-        print(f"rollout.py: {fault}", file=sys.stderr)
-        return 2
     os.environ.update(ENVIRONMENT)
     started = time.monotonic()
     facts = facts_of_run("rollout.py", tokens, ())
@@ -68,9 +64,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
             for target, measured, met in report.OF_CASE[case](cases[case]):
                 print(f"{target}: {measured}{'' if met else ' (not met)'}", flush=True)
     facts["time"] = f"{(time.monotonic() - started) / 60:.0f} minutes in all"
-    if options.json:
-        options.json.write_text(json.dumps(cases, indent=1) + "\n")
-    write_section(options.markdown, report.SECTION, report.section_of(cases, facts))
+    records.report(report.SECTION, report.part_of, facts, to=options.record, cases=cases)
     return 0
 
 

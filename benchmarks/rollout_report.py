@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from benchmarks.pages import Verdict, fact_list, paired_ratio, section, verdict_table
 
@@ -92,6 +93,11 @@ OF_CASE = {
     "overhead": of_overhead,
     "tool": of_tool,
 }
+
+
+def part_of(record: Mapping[str, Any]) -> str:
+    """Return the section of a record."""
+    return section_of(record["cases"], record["facts"])
 
 
 def section_of(cases: Mapping[str, Found], facts: Mapping[str, str]) -> str:

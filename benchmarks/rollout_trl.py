@@ -1,9 +1,8 @@
 """Samples per second of a task of two turns, compared with TRL's tool loop.
 
-    python benchmarks/rollout_trl.py [--markdown FILE] [--json FILE] [--repetitions 3] [--quick]
+    python benchmarks/rollout_trl.py [--record] [--repetitions 3] [--quick]
 
-Needs the `bench` extra; ten minutes on 2 cores. --markdown replaces this benchmark's section of
-FILE.
+Needs the `bench` extra; ten minutes on 2 cores.
 """
 
 from __future__ import annotations
@@ -25,15 +24,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from benchmarks import forward_seconds, rollout_trl_agent  # noqa: E402
+from benchmarks import forward_seconds, records, rollout_trl_agent  # noqa: E402
 from benchmarks.facts import facts_of_run  # noqa: E402
-from benchmarks.pages import (  # noqa: E402
-    fact_list,
-    paired_ratio,
-    section,
-    section_fault,
-    write_section,
-)
+from benchmarks.pages import fact_list, paired_ratio, section  # noqa: E402
 from benchmarks.processes import ENVIRONMENT, alternating, in_a_process, run_python, train  # noqa: E402
 from benchmarks.rollout_trl_agent import MAX_TURNS, WORKLOAD  # noqa: E402
 from benchmarks.separate_cases import apart  # noqa: E402
@@ -61,8 +54,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the measurements there")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the section there")
+    records.add_flag(parser)
     parser.add_argument("--repetitions", type=int, default=3, help="runs of each, in turns")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of both")
     parser.add_argument("--quick", action="store_true", help="one repetition, few steps")
@@ -99,11 +91,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
             runs[name] = [system(taught, task, Path(folder) / "run", 1, SLOW_STEPS)]
             print(f"{name}: {pace(runs[name][0]):.1f} samples/s", flush=True)
     facts["time"] = f"{(time.monotonic() - started) / 60:.0f} minutes in all"
-    part = section_of(runs, facts)
-    print(part)
-    if options.json:
-        options.json.write_text(json.dumps(runs, indent=1) + "\n")
-    write_section(options.markdown, SECTION, part)
+    records.report(SECTION, part_of, facts, to=options.record, runs=runs)
     return 0
 
 
@@ -111,8 +99,6 @@ def _fault(options: argparse.Namespace) -> str:
     """Return what is wrong with the arguments or the environment, or ""."""
     if options.repetitions < 1:
         return f"--repetitions {options.repetitions} must be at least 1; raise it"
-    if fault := section_fault(options.markdown, SECTION):
-        return fault
     if importlib.util.find_spec("trl") is None:
         return "trl is not installed; pip install .[bench]"
     return ""
@@ -219,6 +205,11 @@ def floor_of(parts: Mapping[str, float], theirs: Sequence[float]) -> str:
 def pace(run: Run) -> float:
     """Return samples per second of the mean step, without the first ones."""
     return WORKLOAD.samples_per_step / statistics.fmean(run["step_seconds"][LEFT_OUT_STEPS:])
+
+
+def part_of(record: records.Record) -> str:
+    """Return the section of a record."""
+    return section_of(record["runs"], record["facts"])
 
 
 def section_of(runs: Mapping[str, Sequence[Run]], facts: Mapping[str, str]) -> str:

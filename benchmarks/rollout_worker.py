@@ -45,11 +45,14 @@ from mcore_rl.model.layout import RolloutLayout, TrainLayout  # noqa: E402
 from mcore_rl.rewards.options import RewardOptions  # noqa: E402
 from mcore_rl.rewards.specs import parse_rewards  # noqa: E402
 from mcore_rl.rollout.conversations import Conversations  # noqa: E402
-from mcore_rl.rollout.dispatch import SamplingTarget, StepCounts  # noqa: E402
 from mcore_rl.rollout.engines import RolloutWorkers  # noqa: E402
 from mcore_rl.rollout.group_plan import GroupPlan  # noqa: E402
+from mcore_rl.rollout.group_sampler import GroupSampler, Rules  # noqa: E402
 from mcore_rl.rollout.sample_store import SampleStore  # noqa: E402
-from mcore_rl.rollout.stream import StreamActions, run_stream  # noqa: E402
+from mcore_rl.rollout.sampler import rules_of  # noqa: E402
+from mcore_rl.rollout.sampling_state import StepCounts  # noqa: E402
+from mcore_rl.rollout.segments import OpenGroup, extend_rollout, new_rollout  # noqa: E402
+from mcore_rl.rollout.stream import StreamActions, step_engine  # noqa: E402
 
 TOOL_CLASS = "benchmarks.slow_tool:SlowTool"
 PROMPT_TOKENS = 16
@@ -201,8 +204,6 @@ class Bench:
             sampling=SAMPLING,
             max_tokens=self.load.most_tokens,
             seed=seed,
-            first_draw=0,
-            weight_version=1,
         )
 
     def prompts(self, seed: int, *, num_steps: int = 1) -> list[Prompt]:
@@ -243,45 +244,40 @@ class Bench:
         prompts, started = self.prompts(seed), self._begin()
         longest = np.array(self.load.lengths(seed)).reshape(len(prompts), -1).max(axis=1)
         order = tuple(np.argsort(-longest, kind="stable").tolist())
-        groups = self.workers.sample(
-            self.plan(seed),
-            SamplingTarget.of(self.load.num_prompts),
-            prompts.__getitem__,
-            key=f"{self._num_calls}",
-            order_of=(lambda count: order[:count]) if longest_first else None,
-        )
-        sampled = time.perf_counter()
-        sampled_here = [r for each in groups.open.values() for r in each.rollouts if r is not None]
-        num_tokens = sum(len(each.response_token_ids) for each in sampled_here)
-        table, _ = self.workers.settle(groups, lambda seconds: None)
-        return self._measured(started, sampled, num_tokens, len(table))
+        sampler = self._sampler(seed, prompts, Rules(self.load.num_prompts))
+        sampler.begin_step(1, order_of=(lambda count: order[:count]) if longest_first else None)
+        return self._sampled(sampler, started)[0]
+
+    def _sampler(self, seed: int, prompts: Sequence[Prompt], rules: Rules) -> GroupSampler:
+        name, plan = f"{self._num_calls}", self.plan(seed)
+        return GroupSampler(self.workers, plan, prompts.__getitem__, rules, name=name)
+
+    def _sampled(self, sampler: GroupSampler, started: float) -> tuple[dict[str, float], int]:
+        """Sample and score a step that has begun. Return its times, and where the next begins."""
+        decision = sampler.sample()
+        assert decision is not None
+        end, scheduler = sampler.end_step(), sampler.scheduler
+        last_token = time.perf_counter() - scheduler.take_wait_seconds()
+        groups = sampler.groups_of(decision.taken)
+        scheduler.forget(decision.taken)
+        num_tokens = sum(each.num_tokens(self.load.num_samples) for each in groups)
+        table, _ = self.workers.score(scheduler.plan, groups, StepCounts(), scheduler.error)
+        measured = self._measured(started, last_token, num_tokens, len(table))
+        return measured, end.next_draw
 
     def partial_steps(self, seed: int) -> dict[str, float]:
         """Sample consecutive steps with partial rollouts. The first ones do not count, because they
         resume fewer responses."""
         prompts, position = self.prompts(seed, num_steps=2 * NUM_STEPS), 0
-        measured = []
-        for step in range(NUM_STEPS):
+        config, measured, sampler = self.config, [], None
+        rules = rules_of(config.recipe, config.rollout, self.load.num_prompts, compares=True)
+        for version in range(1, NUM_STEPS + 1):
             started = self._begin()
-            groups = self.workers.sample(
-                dataclasses.replace(
-                    self.plan(seed),
-                    first_draw=position,
-                    weight_version=1 + step,
-                    keeps_unfinished=True,
-                ),
-                SamplingTarget.of(
-                    self.load.num_prompts, oversample=self.config.rollout.groups_at_a_time
-                ),
-                prompts.__getitem__,
-                key=f"{self._num_calls}",
-            )
-            sampled = time.perf_counter()
-            table, counts = self.workers.settle(groups, lambda seconds: None)
-            position += counts.num_draws
-            num_tokens = int(table.response_lengths[table.homes == self.sample_store.home].sum())
-            measured.append(self._measured(started, sampled, num_tokens, len(table)))
-        self.workers.pending = []
+            sampler = sampler or self._sampler(seed, prompts, rules)
+            start = sampler.begin_step(version, next_draw=position)
+            sampler.load(list(sampler.scheduler.open.values()), start.restarted, is_resumed=False)
+            times, position = self._sampled(sampler, started)
+            measured.append(times)
         return _together(measured[NUM_LEFT_OUT:])
 
     def block_steps(self, seed: int) -> dict[str, float]:
@@ -306,26 +302,21 @@ class Bench:
         prompts = self.prompts(seed) if of is None else of
         started = self._begin()
         block = Block(self.requests(prompts, seed, seeded=seeded))
-        run_stream(self.engine, block)
+        self._run(block)
         done = time.perf_counter()
         rollouts: list[Rollout] = []
-        places = []
+        groups: dict[int, OpenGroup] = {}
         for number, completion in sorted(block.completions.items()):
             draw, sample = divmod(number, self.load.num_samples)
-            rollouts.append(self.engine.rollout(prompts[draw], sample, completion, 1))
-            places.append(draw)
+            rollouts.append(extend_rollout(new_rollout(prompts[draw], sample, 1), completion, 1))
+            group = groups.setdefault(draw, OpenGroup.new(draw, self.load.num_samples))
+            group.rollouts[sample] = rollouts[-1]
         objects.barrier()  # scoring begins when all engines are done
-        outcomes = self.workers._rewards.outcomes(rollouts)
-        table, _ = self.workers._score(
-            rollouts,
-            places,
-            len(rollouts),
-            outcomes,
-            None,
-            seconds=0.0,
-            counts=StepCounts(),
-            waited=lambda seconds: None,
-        )
+        outcomes = self.workers.rewards.outcomes(rollouts)
+        for row, number in enumerate(sorted(block.completions)):
+            draw, sample = divmod(number, self.load.num_samples)
+            groups[draw].outcomes[sample] = {name: of[row] for name, of in outcomes.items()}
+        table, _ = self.workers.score(self.plan(seed), [*groups.values()], StepCounts())
         num_tokens = sum(len(each.response_token_ids) for each in rollouts)
         return self._measured(started, done, num_tokens, len(table))
 
@@ -345,8 +336,12 @@ class Bench:
     def one_loop(self, seed: int) -> dict[str, float]:
         """Run our loop over the same block."""
         requests, started = self.requests(self.prompts(seed), seed), self._begin()
-        run_stream(self.engine, Block(requests))
+        self._run(Block(requests))
         return {"own_seconds": time.perf_counter() - started}
+
+    def _run(self, block: Block) -> None:
+        with self.engine.generation() as generation:
+            step_engine(self.engine, block, generation)
 
     @contextmanager
     def steps_timed(self) -> Iterator[list[float]]:

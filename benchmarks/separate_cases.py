@@ -14,6 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from benchmarks import records  # noqa: E402
 from benchmarks.processes import train  # noqa: E402
 from benchmarks.step_time_task import Teaching, Workload  # noqa: E402
 
@@ -32,6 +33,7 @@ TAILS = Workload(
     mean_response_tokens=24.0,
 )
 COLOCATED, PARTIAL = "colocated", "partial"
+PARTIAL_STALENESS = 4
 STILL = 1e-6  # learning rate: with that of TAILS, lengths drift at random to up to four times
 # Steps that are not counted: pipelines fill, and engines start more groups than they need.
 WARM_UP = 10
@@ -45,7 +47,7 @@ def apart(staleness: int) -> tuple[str, ...]:
 STALENESS = {f"separate, K={k}": k for k in (1, 2, 4)}
 WAYS: dict[str, tuple[str, ...]] = {
     COLOCATED: (),
-    PARTIAL: ("--rl-partial-rollouts",),
+    PARTIAL: ("--rl-partial-rollouts", "--rl-max-staleness", str(PARTIAL_STALENESS)),
     **{way: apart(k) for way, k in STALENESS.items()},
 }
 
@@ -117,7 +119,7 @@ def read_options(
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the section there")
+    records.add_flag(parser)
     parser.add_argument("--repeat", type=int, default=repeat, help="runs of each way")
     parser.add_argument("--cases", default=",".join(CASES), help="some of " + ", ".join(CASES))
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the run directories")

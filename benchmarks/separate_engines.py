@@ -1,10 +1,10 @@
 """Samples per second of engines on ranks of their own and of engines on the actor's ranks.
 
-    python benchmarks/separate_engines.py [--markdown FILE] [--repeat 3] [--cases tools,even,tails]
+    python benchmarks/separate_engines.py [--record] [--repeat 3] [--cases tools,even,tails]
         [--keep FOLDER]
 
-Half an hour on 2 cores. --markdown replaces this benchmark's section of FILE. All ways have two
-processes: two that train and sample in turn, or one of each.
+Half an hour on 2 cores. All ways have two processes: two that train and sample in turn, or one of
+each.
 
 --keep leaves the run directories in FOLDER/CASE/WAY/SEED. Runs that FOLDER holds already are read
 and not repeated.
@@ -22,14 +22,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from benchmarks import records  # noqa: E402
 from benchmarks.facts import facts_of_run  # noqa: E402
-from benchmarks.pages import (  # noqa: E402
-    fact_list,
-    paired_ratio,
-    section,
-    verdict_table,
-    write_section,
-)
+from benchmarks.pages import fact_list, paired_ratio, section, verdict_table  # noqa: E402
 from benchmarks.processes import ENVIRONMENT, alternating, in_a_process  # noqa: E402
 from benchmarks.separate_cases import (  # noqa: E402
     CASES,
@@ -79,9 +74,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
         measured = [f"{commit} ({', '.join(some)})" for commit, some in commits.items()]
         facts["commit"] = ", ".join(measured)
     facts["time"] = f"{(time.monotonic() - started) / 60:.0f} minutes in all"
-    part = section_of(runs, facts)
-    print(part)
-    write_section(options.markdown, SECTION, part)
+    records.report(SECTION, part_of, facts, to=options.record, runs=runs)
     return 0
 
 
@@ -98,6 +91,15 @@ def ratios_of(found: Mapping[str, Sequence[Run]]) -> dict[str, float]:
     """Return the samples per second of each way over those of colocated engines, in one run."""
     pace = {way: [each.samples_per_second for each in some] for way, some in found.items()}
     return {way: paired_ratio(pace[way], pace[COLOCATED]) for way in pace}
+
+
+def part_of(record: records.Record) -> str:
+    """Return the section of a record."""
+    runs = {
+        case: {way: [Run(**run) for run in some] for way, some in found.items()}
+        for case, found in record["runs"].items()
+    }
+    return section_of(runs, record["facts"])
 
 
 def section_of(runs: Mapping[str, Mapping[str, Sequence[Run]]], facts: Mapping[str, str]) -> str:

@@ -1,13 +1,13 @@
 """`mcore-rl plan --simulate` beside runs, whose computations take steady times (`paced.py`).
 
-    python benchmarks/separate_simulation.py [--markdown FILE] [--repeat 1] [--cases tools,even]
+    python benchmarks/separate_simulation.py [--record] [--repeat 1] [--cases tools,even]
         [--keep FOLDER]
 
-An hour on 2 cores. --markdown replaces this benchmark's section of FILE. Cases and ways are those
-of `separate_engines.py`. What the simulation is given is measured in other runs than those that it
-predicts, by a user's means: the engine by `mcore-rl plan --measure-engine`; responses, training and
-switches in a colocated run; training and hand-overs of separate ranks in a short run with
---rl-max-staleness 0, in which trainers do not wait for engines that sample.
+An hour on 2 cores. Cases and ways are those of `separate_engines.py`. What the simulation is given
+is measured in other runs than those that it predicts, by a user's means: the engine by
+`mcore-rl plan --measure-engine`; responses, training and switches in a colocated run; training and
+hand-overs of separate ranks in a short run with --rl-max-staleness 0, in which trainers do not wait
+for engines that sample.
 
 --keep leaves the run directories in FOLDER/CASE/WAY/SEED. Runs that FOLDER holds already are read
 and not repeated.
@@ -28,15 +28,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from benchmarks import paced  # noqa: E402
+from benchmarks import paced, records  # noqa: E402
 from benchmarks.facts import facts_of_run  # noqa: E402
-from benchmarks.pages import fact_list, section, write_section  # noqa: E402
+from benchmarks.pages import fact_list, section  # noqa: E402
 from benchmarks.processes import ENVIRONMENT, in_a_process, run_python, train  # noqa: E402
 from benchmarks.separate_cases import (  # noqa: E402
     CASES,
     COLOCATED,
     NUM_PROCESSES,
     PARTIAL,
+    PARTIAL_STALENESS,
     STALENESS,
     TAILS,
     WARM_UP,
@@ -86,11 +87,19 @@ def main(tokens: Sequence[str] | None = None) -> int:
                 name, checkpoint, (options.keep or Path(temporary)) / name, options.repeat
             )
     facts["time"] = f"{(time.monotonic() - started) / 60:.0f} minutes in all"
-    lines = ["# Simulated and measured runs", "", _INTRODUCTION, "", *fact_list(facts), ""]
-    part = section(SECTION, [*lines, *comparison(rows)])
-    print(part)
-    write_section(options.markdown, SECTION, part)
+    records.report(SECTION, part_of, facts, to=options.record, rows=rows)
     return 0
+
+
+def part_of(record: records.Record) -> str:
+    """Return the section of a record."""
+    rows = [
+        Row(**(row | {name: Run(**row[name]) for name in ("measured", "simulated")}))
+        for row in record["rows"]
+    ]
+    facts = fact_list(record["facts"])
+    lines = ["# Simulated and measured runs", "", _INTRODUCTION, "", *facts, ""]
+    return section(SECTION, [*lines, *comparison(rows)])
 
 
 def rows_of(name: str, checkpoint: Path, folder: Path, repeat: int) -> list[Row]:
@@ -267,7 +276,7 @@ def simulated(case: Case, way: str, inputs: Inputs) -> Run:
         num_engines=1 if way in STALENESS else NUM_PROCESSES,
         most_running=MOST_RUNNING,
         hand_over_seconds=inputs.transfer_seconds if way in STALENESS else inputs.switch_seconds,
-        max_staleness=STALENESS.get(way, 0),
+        max_staleness=PARTIAL_STALENESS if way == PARTIAL else STALENESS.get(way, 0),
     )
     found = [
         simulate(

@@ -23,11 +23,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import records  # noqa: E402
 from benchmarks.facts import facts_of_run  # noqa: E402
 from benchmarks.line_charts import Chart, svg  # noqa: E402
 from benchmarks.pages import fact_list, section, verdict_table, write_section  # noqa: E402
+from benchmarks.records import Record, series  # noqa: E402
 
-RECORD = ROOT / "benchmarks" / "records" / "smollm2.json"
+RECORD = "smollm2"
 FIGURE = ROOT / "docs" / "assets" / "smollm2.svg"
 COLORS = ("#3d7fd6", "#d9731a", "#5a9e4b", "#8a5fc0", "#8a8f98")
 METRICS = {
@@ -39,9 +41,7 @@ METRICS = {
     "host_gb": "memory/host_bytes",
 }
 NUM_ANSWERS, MAX_TOKENS = 10, 24
-ENDS = 5  # steps at the beginning and at the end of which the mean is taken
-
-Record = dict[str, Any]
+LAST = 5  # steps at the end of which the mean is taken
 
 
 def recorded(seed: int, folder: Path, num_processes: int) -> dict[str, Any]:
@@ -54,13 +54,7 @@ def recorded(seed: int, folder: Path, num_processes: int) -> dict[str, Any]:
         ]
         environment = os.environ | {"NPROC": str(num_processes), "MCORE_RL_SKIP_SETUP": "1"}
         subprocess.run(command, cwd=ROOT, check=True, env=environment)
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = [
-        {"step": line["step"]}
-        | {name: round(line[key], 5) for name, key in METRICS.items() if key in line}
-        for line in lines
-    ]
-    return {"seed": seed, "steps": steps}
+    return {"seed": seed, "steps": records.steps_of(run, METRICS)}
 
 
 def answers(before: Path, after: Path) -> list[dict[str, str]]:
@@ -86,11 +80,6 @@ def answers(before: Path, after: Path) -> list[dict[str, str]]:
     return found
 
 
-def series(run: Mapping[str, Any], name: str) -> tuple[list[float], list[float]]:
-    found = [(step["step"], step[name]) for step in run["steps"] if name in step]
-    return [step for step, _ in found], [value for _, value in found]
-
-
 def figure(record: Record) -> str:
     """Draw reward, held-out accuracy and length over steps, a line per seed."""
     charts = []
@@ -111,12 +100,12 @@ def summary(run: Mapping[str, Any]) -> dict[str, float]:
     rewards, accuracy = series(run, "reward")[1], series(run, "accuracy")[1]
     tokens, seconds = series(run, "tokens")[1], series(run, "seconds")[1]
     return {
-        "first": statistics.fmean(rewards[:ENDS]),
-        "last": statistics.fmean(rewards[-ENDS:]),
+        "first": rewards[0],  # sampled before the first update
+        "last": statistics.fmean(rewards[-LAST:]),
         "before": accuracy[0],
         "after": accuracy[-1],
-        "long": statistics.fmean(tokens[:ENDS]),
-        "short": statistics.fmean(tokens[-ENDS:]),
+        "long": tokens[0],
+        "short": statistics.fmean(tokens[-LAST:]),
         "minutes": sum(seconds) / 60,
         "mismatch": statistics.fmean(series(run, "mismatch")[1]),
     }
@@ -127,9 +116,10 @@ def page(record: Record) -> list[str]:
     lines = [
         "# SmolLM2-135M-Instruct learns small tasks in words",
         "",
-        f"Drawn by `benchmarks/smollm2.py` from `{RECORD.relative_to(ROOT)}`. Rewards and lengths",
-        f"are means of the first and the last {ENDS} steps, minutes those of all steps, with",
-        "evaluations and the hand-over, without the start.",
+        f"Drawn by `benchmarks/smollm2.py` from `benchmarks/records/{RECORD}.json`. Rewards and",
+        "lengths are those of the first step, which is sampled before any update, and means of the",
+        f"last {LAST} steps; minutes are those of all steps, with evaluations and the hand-over,",
+        "but without the start.",
         "",
         *fact_list(record["facts"]),
         "",
@@ -165,9 +155,7 @@ def answers_table(record: Record) -> list[str]:
 
 def draw(record: Record) -> None:
     FIGURE.write_text(figure(record))
-    write_section(
-        ROOT / "benchmarks" / "RESULTS.md", "smollm2_seeds", section("smollm2_seeds", page(record))
-    )
+    write_section(records.RESULTS, "smollm2_seeds", section("smollm2_seeds", page(record)))
     write_section(ROOT / "README.md", "answers", section("answers", answers_table(record)))
 
 
@@ -181,14 +169,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cache = Path(os.environ.get("MCORE_RL_CACHE") or Path.home() / ".cache" / "mcore_rl")
         runs = [recorded(seed, options.folder, options.processes) for seed in options.seeds]
         exported = options.folder / f"seed_{options.seeds[0]}" / "exported"
-        record = {
-            "facts": facts_of_run("smollm2.py", arguments, ()),
-            "runs": runs,
-            "answers": answers(cache / "smollm2_135m_instruct", exported),
-        }
-        RECORD.parent.mkdir(exist_ok=True)
-        RECORD.write_text(json.dumps(record, indent=1) + "\n")
-    draw(json.loads(RECORD.read_text()))
+        before = cache / "smollm2_135m_instruct"
+        facts = facts_of_run("smollm2.py", arguments, ())
+        records.write(RECORD, facts, runs=runs, answers=answers(before, exported))
+    draw(records.read(RECORD))
     return 0
 
 

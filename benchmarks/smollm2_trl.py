@@ -11,7 +11,6 @@ The accuracy of a step is the share of right samples among those that it trains 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -23,13 +22,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
-from benchmarks import smollm2  # noqa: E402
+from benchmarks import records, smollm2  # noqa: E402
 from benchmarks.facts import facts_of_run  # noqa: E402
 from benchmarks.pages import fact_list, section, verdict_table, write_section  # noqa: E402
+from benchmarks.records import Record, series  # noqa: E402
 from benchmarks.step_time import TRL_BEST, trl  # noqa: E402
 from benchmarks.step_time_task import WORKLOADS, checkpoint_of  # noqa: E402
 
-RECORD = ROOT / "benchmarks" / "records" / "smollm2_trl.json"
+RECORD = "smollm2_trl"
 NUM_STEPS, WINDOW = 10, 2  # of TRL's runs; steps of a row of the table
 NEEDED_RATIO = 3.0
 _WORKLOAD = next(workload for workload in WORKLOADS if workload.is_published)
@@ -53,19 +53,19 @@ def recorded(seed: int) -> dict[str, Any]:
     return {"seed": seed} | {name: [round(value, 4) for value in run[name]] for name in kept}
 
 
-def page(ours: smollm2.Record, theirs: smollm2.Record) -> list[str]:
+def page(ours: Record, theirs: Record) -> list[str]:
     """Return the section of benchmarks/RESULTS.md."""
-    our_runs = [smollm2.series(run, "reward")[1][:NUM_STEPS] for run in ours["runs"]]
+    our_runs = [series(run, "reward")[1] for run in ours["runs"]]
     their_runs = [run["rewards"] for run in theirs["runs"]]
-    our_seconds = _fastest([smollm2.series(run, "seconds")[1][:NUM_STEPS] for run in ours["runs"]])
+    our_seconds = _fastest([series(run, "seconds")[1] for run in ours["runs"]])
     their_seconds = _fastest([run["step_seconds"] for run in theirs["runs"]])
     lines = [
         "# What SmolLM2-135M-Instruct learns, beside TRL",
         "",
-        f"Drawn by `benchmarks/smollm2_trl.py` from `{RECORD.relative_to(ROOT)}` and",
-        f"`{smollm2.RECORD.relative_to(ROOT)}`. Share of right samples, means of {WINDOW} steps",
-        "over seeds, with their standard deviations. Minutes are sums of each step's fastest seed,",
-        "as other work ran beside some; of mcore_rl with the start and the first evaluation.",
+        f"Drawn by `benchmarks/smollm2_trl.py` from `benchmarks/records/{RECORD}.json` and",
+        f"`benchmarks/records/{smollm2.RECORD}.json`. Share of right samples, means of {WINDOW}",
+        "steps over seeds, with their standard deviations. Minutes are sums of each step's fastest",
+        "seed, as other work ran beside some; of mcore_rl with the start and the first evaluation.",
         "",
         *fact_list(theirs["facts"]),
         f"- seeds: {len(our_runs)} of mcore_rl, {len(their_runs)} of TRL",
@@ -92,14 +92,15 @@ def _verdicts(
     error = (deviation**2 / len(ours) + other_deviation**2 / len(theirs)) ** 0.5
     difference = f"{mean - other:+.3f} with a standard error of {error:.3f}"
     # Minutes until the accuracy that TRL has in its last steps.
-    ends = range(WINDOW, NUM_STEPS + 1)
+    num_steps = len(ours[0])
+    ends = range(WINDOW, num_steps + 1)
     reached = next((end for end in ends if _window(ours, end)[0] >= other), None)
     verdicts = [
         ("accuracy over samples: no lower than TRL's", difference, mean > other - 2 * error)
     ]
     what = f"accuracy over minutes: {NEEDED_RATIO:g}x"
     if reached is None:
-        return [*verdicts, (what, f"{other:.3f} is not reached in {NUM_STEPS} steps", False)]
+        return [*verdicts, (what, f"{other:.3f} is not reached in {num_steps} steps", False)]
     minutes = list(accumulate(our_seconds))[reached - 1] / 60
     their_minutes = sum(their_seconds) / 60
     ratio = their_minutes / minutes
@@ -117,9 +118,8 @@ def _fastest(runs: Sequence[Curve]) -> Curve:
     return [min(values) for values in zip(*runs, strict=True)]
 
 
-def draw(ours: smollm2.Record, theirs: smollm2.Record) -> None:
-    file = ROOT / "benchmarks" / "RESULTS.md"
-    write_section(file, "smollm2_trl", section("smollm2_trl", page(ours, theirs)))
+def draw(ours: Record, theirs: Record) -> None:
+    write_section(records.RESULTS, RECORD, section(RECORD, page(ours, theirs)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -131,8 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         runs = []
         for seed in options.seeds:  # written after each, as they take an hour
             runs.append(recorded(seed))
-            RECORD.write_text(json.dumps({"facts": facts, "runs": runs}, indent=1) + "\n")
-    draw(json.loads(smollm2.RECORD.read_text()), json.loads(RECORD.read_text()))
+            records.write(RECORD, facts, runs=runs)
+    draw(records.read(smollm2.RECORD), records.read(RECORD))
     return 0
 
 

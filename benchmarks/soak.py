@@ -1,6 +1,6 @@
 """A long run of the tiny task: growth of memory, open files and step times.
 
-    python benchmarks/soak.py [--steps 200] [--processes 2] [--json FILE] [--markdown FILE]
+    python benchmarks/soak.py [--steps 200] [--processes 2] [--record]
 
 The first half of the steps warms up and does not count. The trends of the others are linear fits,
 with twice the standard error of their slope:
@@ -42,9 +42,12 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from make_tiny_deepseek import make_checkpoint  # noqa: E402
 
+from benchmarks import records  # noqa: E402
 from benchmarks.facts import facts_of_run  # noqa: E402
+from benchmarks.pages import fact_list, section  # noqa: E402
 from mcore_rl.observe.run_directory import read_metrics  # noqa: E402
 
+SECTION, PAGE = "soak", ROOT / "benchmarks" / "SOAK.md"
 PERIOD_SECONDS = 0.3
 NUM_SPANS = 20
 HEAP_LIMIT_BYTES = 1024  # a step
@@ -219,8 +222,9 @@ def is_flat(found: dict[str, Any]) -> bool:
     )
 
 
-def page(found: dict[str, Any], facts: Mapping[str, str]) -> str:
-    """Return the Markdown page of the results."""
+def part_of(record: records.Record) -> str:
+    """Return the section of a record."""
+    found = record["found"]
     seconds, units = found["step_seconds"], found["step_units"]
     lines = [
         "# A long run of the tiny task",
@@ -228,7 +232,7 @@ def page(found: dict[str, Any], facts: Mapping[str, str]) -> str:
         f"Of {found['num_steps']} steps the first half warms up. Slopes are a step's, with twice "
         "their standard error; `soak.py` says how they are measured.",
         "",
-        *(f"- {name}: {value}" for name, value in facts.items()),
+        *fact_list(record["facts"]),
         f"- nothing grows: {'yes' if is_flat(found) else '**no**'}",
         "",
         "| | at the end | slope |",
@@ -250,7 +254,7 @@ def page(found: dict[str, Any], facts: Mapping[str, str]) -> str:
         f"| the same by the seconds of fixed work | {units['median']:.1f} | "
         f"{_slope(units, 100 / units['median'], 2)} % |",
     ]
-    return "\n".join(lines) + "\n"
+    return section(SECTION, lines)
 
 
 def _slope(trend: Mapping[str, float], scale: float, digits: int = 1) -> str:
@@ -261,18 +265,12 @@ def main(tokens: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path, help="write a page of it")
+    records.add_flag(parser)
     args = parser.parse_args(tokens)
     facts = facts_of_run("soak.py", tokens, ())
     with tempfile.TemporaryDirectory(prefix="mcore_rl_soak_") as work:
         found = soak(args.steps, args.processes, Path(work))
-    text = json.dumps(found, indent=1)
-    print(text)
-    if args.json is not None:
-        args.json.write_text(text + "\n", encoding="utf-8")
-    if args.markdown is not None:
-        args.markdown.write_text(page(found, facts), encoding="utf-8")
+    records.report(SECTION, part_of, facts, to=args.record, page=PAGE, found=found)
     return int(not is_flat(found))
 
 

@@ -1,12 +1,12 @@
 """Samples per second and accuracy per minute beside TRL's GRPO, and packing beside padding.
 
-    python benchmarks/step_time.py [--json FILE] [--markdown FILE] [--only NAME ...] [--quick]
+    python benchmarks/step_time.py [--record] [--only NAME ...] [--quick]
 
 Needs the `bench` extra. The first call makes the checkpoints, in the cache folder of
 scripts/run_deepseek_moe.sh (MCORE_RL_CACHE). The rest takes over an hour on 2 cores, half of it
 for TRL's steps of `long_256` (`--only short long packing`: 20 to 30 minutes). `real_size` needs
-20 GB of host memory, and `smollm2` half an hour; both only run if --only names them. --markdown
-replaces this benchmark's section of FILE.
+20 GB of host memory, and `smollm2` half an hour; both only run if --only names them, and
+`smollm2` alone has a record and a section of its own.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from benchmarks import records  # noqa: E402
 from benchmarks import step_time_report as report  # noqa: E402
 from benchmarks.facts import facts_of_run  # noqa: E402
-from benchmarks.pages import section_fault, write_section  # noqa: E402
 from benchmarks.processes import (  # noqa: E402
     ENVIRONMENT,
     PeakMemory,
@@ -55,9 +55,8 @@ MODELS = {"dense (qwen3)": "qwen3", "MoE (deepseek_v3)": "deepseek_v3"}
 # Fastest on two cores, since such small products gain little from a second thread. A step of
 # `short` (with heads of 128): 2 processes 0.74 s, 1 process 1.03 s, with two threads 1.17 s.
 OURS_PROCESSES = 2
-# `smollm2`: processes and precision of ours, and precision and flags of TRL, of the fastest of the
-# settings that were tried; and what TRL does without settings.
-OUR_BEST = (2, "bf16")
+# `smollm2`: precision and flags of TRL, of the fastest of the settings that were tried, and what it
+# does without settings. Ours is fastest by its defaults: two processes were slower.
 TRL_BEST = ("bf16", "--batch", "32")
 TRL_DEFAULTS = ("--batch", "8", "--recompute")
 
@@ -70,8 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [*(workload.name for workload in WORKLOADS), PACKING]
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the section there")
+    records.add_flag(parser)
     parser.add_argument("--repetitions", type=int, default=2, help="runs of each, in turns")
     parser.add_argument("--processes", type=int, default=OURS_PROCESSES, help="of ours: 1, 2 or 4")
     usual = [name for name in names if name not in NAMED_ONLY]
@@ -91,16 +89,17 @@ def main(tokens: Sequence[str] | None = None) -> int:
     started = time.monotonic()
     facts = facts_of_run("step_time.py", tokens, ("trl", "accelerate"))
     rows: list[report.Row] = []
-    aimed = {workload.name: workload.aimed_ratio for workload in WORKLOADS}
     with tempfile.TemporaryDirectory(prefix="mcore_rl_step_time_") as folder:
         for workload in WORKLOADS:
             if workload.name in options.only:
                 rows += _compared(workload, options, repetitions, Path(folder))
-                _write(options, rows, facts, aimed)
         if PACKING in options.only:
             rows += _packing(repetitions, Path(folder))
     facts["time"] = f"{(time.monotonic() - started) / 60:.0f} minutes in all"
-    print(_write(options, rows, facts, aimed))
+    name = report.SMOLLM2 if options.only == ["smollm2"] else report.SECTION
+    aimed = {workload.name: workload.aimed_ratio for workload in WORKLOADS}
+    part_of = partial(report.part_of, name)
+    records.report(name, part_of, facts, to=options.record, rows=rows, aimed=aimed)
     return 0
 
 
@@ -112,20 +111,7 @@ def _fault(options: argparse.Namespace) -> str:
         return f"--processes {options.processes} must be 1, 2 or 4"
     if options.only != [PACKING] and importlib.util.find_spec("trl") is None:
         return "trl is not installed; pip install .[bench] or take --only packing"
-    return section_fault(options.markdown, report.SECTION)
-
-
-def _write(
-    options: argparse.Namespace,
-    rows: Sequence[report.Row],
-    facts: dict[str, str],
-    aimed: dict[str, float],
-) -> str:
-    part = report.section_of(rows, facts, aimed)
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    write_section(options.markdown, report.SECTION, part)
-    return part
+    return ""
 
 
 def _compared(
@@ -136,8 +122,8 @@ def _compared(
     workload = quick(workload) if options.quick else workload
     way = ["--quick"] if options.quick else []
 
-    def our(short: Workload, precision: str, processes: int = 0) -> _System:
-        num_processes = processes or workload.num_processes or options.processes
+    def our(short: Workload, precision: str) -> _System:
+        num_processes = workload.num_processes or options.processes
         return partial(ours, short, checkpoint, num_processes, precision)
 
     def theirs(extent: Sequence[str], precision: str) -> _System:
@@ -145,8 +131,7 @@ def _compared(
 
     if workload.is_published:
         systems = {
-            report.OURS + report.DEFAULTS: our(workload, "bf16"),
-            report.OURS + report.BEST: our(workload, OUR_BEST[1], OUR_BEST[0]),
+            report.OURS: our(workload, "bf16"),
             report.TRL + report.DEFAULTS: theirs([*way, *TRL_DEFAULTS], "bf16"),
             report.TRL + report.BEST: theirs([*way, *TRL_BEST[1:]], TRL_BEST[0]),
         }

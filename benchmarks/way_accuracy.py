@@ -1,8 +1,8 @@
 """Accuracy of each way to sample, after as many steps and after as much time, with a slow verifier.
 
-    python benchmarks/way_accuracy.py [--markdown FILE] [--steps 100] [--seeds 2]
+    python benchmarks/way_accuracy.py [--record] [--steps 100] [--seeds 2]
 
-Half an hour on 2 cores. --markdown replaces this benchmark's section of FILE.
+Half an hour on 2 cores.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
+from benchmarks import records  # noqa: E402
 from benchmarks.facts import facts_of_run  # noqa: E402
-from benchmarks.pages import fact_list, section, verdict_table, write_section  # noqa: E402
+from benchmarks.pages import fact_list, section, verdict_table  # noqa: E402
 from benchmarks.processes import ENVIRONMENT, alternating, in_a_process, train  # noqa: E402
 from benchmarks.separate_cases import COLOCATED, NUM_PROCESSES, STALENESS, TAILS, WAYS  # noqa: E402
 from benchmarks.step_time_task import checkpoint_of  # noqa: E402
@@ -58,7 +59,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="put the section there")
+    records.add_flag(parser)
     parser.add_argument("--steps", type=int, default=96, help="a multiple of 8")
     parser.add_argument("--seeds", type=int, default=2, help="runs of each way, in turns")
     options = parser.parse_args(tokens)
@@ -78,9 +79,7 @@ def main(tokens: Sequence[str] | None = None) -> int:
                 print(f"{way}: {found}", flush=True)
                 runs[way].append(found)
     facts["time"] = f"{(time.monotonic() - started) / 60:.0f} minutes in all"
-    part = section_of(runs, facts, options.steps)
-    print(part)
-    write_section(options.markdown, SECTION, part)
+    records.report(SECTION, part_of, facts, to=options.record, num_steps=options.steps, runs=runs)
     return 0
 
 
@@ -139,6 +138,12 @@ def noise_of(runs: Mapping[str, Sequence[Run]]) -> float:
 def accuracy_at(run: Run, seconds: float) -> float:
     """Return the accuracy at a time, on the line between the evaluations around it."""
     return float(np.interp(seconds, run.seconds, run.accuracies))
+
+
+def part_of(record: records.Record) -> str:
+    """Return the section of a record."""
+    runs = {way: [Run(**run) for run in found] for way, found in record["runs"].items()}
+    return section_of(runs, record["facts"], record["num_steps"])
 
 
 def section_of(runs: Mapping[str, Sequence[Run]], facts: Mapping[str, str], num_steps: int) -> str:

@@ -11,12 +11,11 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.metadata
-import os
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
 from mcore_rl.common.errors import CommandParser, UsageError
+from mcore_rl.common.exits import end_at_once
 from mcore_rl.common.version import VERSION
 
 # Each is a module `mcore_rl.tools.<name>.command` with `add_flags(parser)`, which also describes
@@ -35,19 +34,11 @@ def main(tokens: Sequence[str] | None = None) -> int:
     try:
         code = _main(tokens or ["--help"])
         if is_program and tokens[:1] == ["plan"]:
-            _end_at_once(code)
+            end_at_once(code)
         return code
     except UsageError as error:
         print(f"mcore_rl: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-
-
-def _end_at_once(code: int) -> NoReturn:
-    """Exit without Python's teardown, which would take a quarter of the command's time."""
-    with contextlib.suppress(BrokenPipeError):  # the reader of a pipe may stop early
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
 
 
 def _main(tokens: Sequence[str]) -> int:

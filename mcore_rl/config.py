@@ -72,6 +72,12 @@ class TrainerOptions(Parameters):
     precision: str = param(
         "bf16", "precision of the trained parameters", choices=("bf16", "fp16", "fp32")
     )
+    dither: bool = param(
+        True,
+        "let updates arrive in the mean that are small beside the rounding of 16-bit weights: the "
+        "optimizer's float32 copies start spread over the intervals that round to the weights; "
+        "adapters are merged into such copies, and float32 weights rounded from them for engines",
+    )
     model_class: str = param(
         "auto",
         "Megatron's class for actor, critic and reward model: GPTModel or HybridModel; auto: "

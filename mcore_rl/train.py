@@ -29,6 +29,7 @@ import torch.distributed as dist
 from mcore_rl.batching.types import StepBatch
 from mcore_rl.common.agreement import EXIT_ALARM, EXIT_FAILED, leave_reason, leave_together
 from mcore_rl.common.errors import RunStopped
+from mcore_rl.common.exits import end_at_once
 from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.common.run_output import log_file, setup_logging
 from mcore_rl.common.spawning import main_script_left_out
@@ -38,8 +39,8 @@ from mcore_rl.job.inputs import check_data
 from mcore_rl.job.start import job_from_args, start
 from mcore_rl.model.roles import ACTOR, ROLLOUT
 from mcore_rl.observe.progress import run_facts
-from mcore_rl.rollout.collector import Collected
 from mcore_rl.rollout.evaluation import is_due
+from mcore_rl.rollout.sampler import Collected
 from mcore_rl.trainer.build import Parts, build
 from mcore_rl.trainer.engine_ranks import serve_engines
 from mcore_rl.trainer.exports import RunExports
@@ -331,3 +332,4 @@ if __name__ == "__main__":
     gc.freeze()
     gc.enable()
     main_by_name()
+    end_at_once(0)

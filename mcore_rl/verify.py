@@ -56,8 +56,7 @@ from mcore_rl.model.roles import ACTOR, ROLLOUT
 from mcore_rl.model.tensors import is_mtp_copy
 from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.actor import Actor
-from mcore_rl.trainer.build import build_manager, build_offloader
-from mcore_rl.trainer.hand_overs import engine_config, hand_over
+from mcore_rl.trainer.hand_overs import build_manager, build_offloader, engine_config, hand_over
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.models import build_actor
 from mcore_rl.trainer.roles.remote import RemoteRole, serve

@@ -139,6 +139,21 @@ def _group_problems(
             flag=f"--rl-max-refills {given['max_refills']}",
             remedy="add one of them, or drop it",
         )
+    flag = f"--rl-sampler {parts['sampler']}"
+    if parts["sampler"] and estimator.needs_greedy_baseline:
+        yield UsageError(
+            f"samples no greedy response, which --rl-advantage {estimator.name} compares others "
+            "with",
+            flag=flag,
+            remedy="choose another --rl-advantage, for example reinforce_pp",
+        )
+    if parts["sampler"] and parts["score_centering"]:
+        yield UsageError(
+            "returns no candidates of each token, which --rl-score-centering "
+            f"{parts['score_centering']} needs",
+            flag=flag,
+            remedy="drop one of them",
+        )
 
 
 def _outcome_problems(

@@ -22,6 +22,7 @@ from mcore_rl.algorithms.registry import (
     find_advantage_estimator,
     find_group_filter,
     find_policy_loss,
+    find_sampler,
     owners_by_kind,
     unknown_name,
 )
@@ -126,6 +127,9 @@ class Recipe(Parameters):
     )
     group_filter: str | None = param(
         None, "function of --rl-import that decides which groups of responses a step learns from"
+    )
+    sampler: str | None = param(
+        None, "function of --rl-import that samples the responses to a prompt itself"
     )
     max_refills: int = param(
         10,
@@ -255,6 +259,7 @@ class Algorithm(Recipe):
     policy_loss_parameters: Parameters
     mismatch_config: MismatchConfig
     group_filter_parameters: Parameters
+    sampler_parameters: Parameters
     kl_target: float | None  # None: the coefficient is constant
     kl_clamp: float | None
     kl_horizon: float
@@ -404,8 +409,9 @@ def resolve_algorithm(name: str, given: Mapping[str, Any]) -> Algorithm:
     parts.update(kl_place=place, kl_coef=coef, kl_estimator=kl_estimator)
     estimator = find_advantage_estimator(parts["advantage"])
     loss = find_policy_loss(parts["policy_loss"])
-    chosen = parts["group_filter"]
+    chosen, own = parts["group_filter"], parts["sampler"]
     of_filter = Parameters() if chosen is None else find_group_filter(chosen).parameters
+    of_sampler = Parameters() if own is None else find_sampler(own).parameters
     check_parts(parts, given, kl, estimator, parts_by_flag())
 
     def parameters(part: str, defaults: Parameters) -> Parameters:
@@ -422,6 +428,7 @@ def resolve_algorithm(name: str, given: Mapping[str, Any]) -> Algorithm:
             correction, parameters("mismatch_correction", CORRECTIONS[correction])
         ),
         group_filter_parameters=parameters("group_filter", of_filter),
+        sampler_parameters=parameters("sampler", of_sampler),
         kl_target=kl.kl_target,
         kl_horizon=kl.kl_horizon,
         kl_clamp=kl.kl_clamp,

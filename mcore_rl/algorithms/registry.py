@@ -1,5 +1,5 @@
-"""Registry of advantage estimators, policy losses and group filters by name, including a user's
-own.
+"""Registry of advantage estimators, policy losses, group filters and samplers by name, including a
+user's own.
 
 To add one, write a function with a decorator in a file that `--rl-import` names:
 
@@ -43,8 +43,10 @@ if TYPE_CHECKING:
         SelectionInputs,
         TokenLosses,
     )
+    from mcore_rl.algorithms.samplers import RegisteredSampler, SamplerInputs, Steps
 
 P = TypeVar("P", bound=Parameters)  # parameters of a function
+T = TypeVar("T")
 _NOTHING_TO_SET = Parameters()
 _MOST_REASONS = 16  # each is a metric
 Group = Sequence[Any]  # the `batching.types.ScoredRollout` of a prompt
@@ -125,6 +127,7 @@ _BUILT_IN = (
 _ESTIMATORS: dict[str, RegisteredEstimator] = {}
 _POLICY_LOSSES: dict[str, RegisteredPolicyLoss] = {}
 _GROUP_FILTERS: dict[str, RegisteredFilter] = {}
+_SAMPLERS: dict[str, RegisteredSampler] = {}
 
 
 def advantage_estimator(
@@ -216,6 +219,34 @@ def group_filter(
     return register
 
 
+def sampler(
+    name: str,
+    parameters: P = _NOTHING_TO_SET,  # type: ignore[assignment]
+) -> Callable[[Callable[[SamplerInputs, P], Steps]], Any]:
+    """Register the decorated `function(inputs, parameters)` for --rl-sampler.
+
+    The function is a generator, see `mcore_rl.algorithms.samplers`: it yields lists of `Generate`,
+    gets a `Generated` for each, and returns `inputs.num_samples` `Sampled`. `parameters`: see
+    `advantage_estimator`.
+
+    It is called on one rank of the engine that samples the group, between two steps of the engine:
+    it must be quick, must not communicate, and must draw random numbers, if any, from the prompt
+    alone to be repeatable. If the run is stopped before it returns, it begins again. What it raises
+    ends the run.
+
+    Raises ValueError if the name is taken.
+    """
+
+    def register(function: Callable[[SamplerInputs, P], Steps]) -> Any:
+        from mcore_rl.algorithms.samplers import RegisteredSampler
+
+        _check_declaration(name, "samplers", _SAMPLERS, function, parameters)
+        _SAMPLERS[name] = RegisteredSampler(name, function, parameters)
+        return function
+
+    return register
+
+
 def _check_declaration(
     name: str,
     kind: str,
@@ -225,7 +256,8 @@ def _check_declaration(
 ) -> None:
     """Raise ValueError for a taken name, TypeError for mistakes that dataclasses do not detect."""
     # Check a user's function against the built-in names even if none has been looked up so far.
-    if function.__module__ not in _BUILT_IN and known is not _GROUP_FILTERS:
+    has_built_in = known is _ESTIMATORS or known is _POLICY_LOSSES
+    if function.__module__ not in _BUILT_IN and has_built_in:
         _load_built_in()
     if name in known:
         raise ValueError(f"two {kind} are called {name!r}; rename one")
@@ -257,15 +289,25 @@ def find_policy_loss(name: str) -> RegisteredPolicyLoss:
 
 def find_group_filter(name: str) -> RegisteredFilter:
     """Return the filter; raise UsageError, with the nearest name, if it does not exist."""
-    if name not in _GROUP_FILTERS:
-        if _GROUP_FILTERS:
-            raise unknown_name("--rl-group-filter", name, "group filter", _GROUP_FILTERS)
-        raise UsageError(
-            "is not known, because no file registers a group filter",
-            flag=f"--rl-group-filter {name}",
-            remedy="give --rl-import with the file that registers it",
-        )
-    return _GROUP_FILTERS[name]
+    return _of_user("--rl-group-filter", name, "group filter", _GROUP_FILTERS)
+
+
+def find_sampler(name: str) -> RegisteredSampler:
+    """Return the sampler; raise UsageError, with the nearest name, if it does not exist."""
+    return _of_user("--rl-sampler", name, "sampler", _SAMPLERS)
+
+
+def _of_user(flag: str, name: str, kind: str, known: Mapping[str, T]) -> T:
+    """Return what a user's file has registered. Raises UsageError."""
+    if name in known:
+        return known[name]
+    if known:
+        raise unknown_name(flag, name, kind, known)
+    raise UsageError(
+        f"is not known, because no file registers a {kind}",
+        flag=f"{flag} {name}",
+        remedy="give --rl-import with the file that registers it",
+    )
 
 
 def owners_by_kind() -> dict[str, dict[str, Parameters]]:
@@ -275,6 +317,7 @@ def owners_by_kind() -> dict[str, dict[str, Parameters]]:
         "--rl-advantage": {name: each.parameters for name, each in _ESTIMATORS.items()},
         "--rl-policy-loss": {name: each.parameters for name, each in _POLICY_LOSSES.items()},
         "--rl-group-filter": {name: each.parameters for name, each in _GROUP_FILTERS.items()},
+        "--rl-sampler": {name: each.parameters for name, each in _SAMPLERS.items()},
     }
 
 

@@ -11,6 +11,7 @@ register, and the parameters it declares become flags:
 | a policy loss | `@policy_loss("name", Own())` | `--rl-policy-loss` |
 | an advantage estimator | `@advantage("name", Own())` | `--rl-advantage` |
 | a filter of groups | `@group_filter("name", Own(), reasons=[...])` | `--rl-group-filter` |
+| a way to sample a prompt's responses | `@sampler("name", Own())` | `--rl-sampler` |
 | an algorithm of such parts | `recipe("name", Recipe(...))` | `--rl-algorithm` |
 | generated prompts | `@prompts("name")` | `--rl-prompts`, `--rl-eval-prompts` |
 | a metric | `@metric("name")` | always recorded, as `user/name` |
@@ -39,8 +40,9 @@ if TYPE_CHECKING:
     )
     from mcore_rl.algorithms.policy_losses import Clip, DualClip, bounded_ratio
     from mcore_rl.algorithms.recipes import Recipe, recipe
-    from mcore_rl.algorithms.registry import Drop, group_filter, policy_loss
+    from mcore_rl.algorithms.registry import Drop, group_filter, policy_loss, sampler
     from mcore_rl.algorithms.registry import advantage_estimator as advantage
+    from mcore_rl.algorithms.samplers import Generate, Generated, Sampled, SamplerInputs
     from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
     from mcore_rl.common.errors import UsageError
     from mcore_rl.common.parameters import Parameters, param
@@ -67,6 +69,8 @@ __all__ = [
     "Environment",
     "EnvironmentPrompt",
     "Family",
+    "Generate",
+    "Generated",
     "Parameters",
     "PolicyLossInputs",
     "Prompt",
@@ -74,6 +78,8 @@ __all__ = [
     "Response",
     "Rollout",
     "Router",
+    "Sampled",
+    "SamplerInputs",
     "ScoredRollout",
     "Segments",
     "SelectionInputs",
@@ -93,6 +99,7 @@ __all__ = [
     "prompts",
     "recipe",
     "reward",
+    "sampler",
 ]
 
 _MODULES = {
@@ -103,7 +110,10 @@ _MODULES = {
     ),
     "mcore_rl.algorithms.policy_losses": ("Clip", "DualClip", "bounded_ratio"),
     "mcore_rl.algorithms.recipes": ("Recipe", "recipe"),
-    "mcore_rl.algorithms.registry": ("Drop", "advantage", "group_filter", "policy_loss"),
+    "mcore_rl.algorithms.registry": (
+        *("Drop", "advantage", "group_filter", "policy_loss", "sampler"),
+    ),
+    "mcore_rl.algorithms.samplers": ("Generate", "Generated", "Sampled", "SamplerInputs"),
     "mcore_rl.algorithms.aggregation": ("Segments", "masked"),
     "mcore_rl.batching.types": ("Prompt", "Rollout", "ScoredRollout"),
     "mcore_rl.common.errors": ("UsageError",),

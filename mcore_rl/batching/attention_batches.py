@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from mcore_rl.batching.rows import prefix_lengths
+from mcore_rl.batching.rows import prefix_lengths, prefixes_of
 
 # A segment of a batch has at least LEAST_SHARE of the queries and keys of the longest segment, or
 # is at most MOST_PADDING shorter.
@@ -38,6 +38,48 @@ class SegmentBatch:
     keys: torch.Tensor  # [b, s] int64
     visible: torch.Tensor | None  # [b, 1, q, s] bool; None: q = s, and keys up to the query's own
     is_whole_row: bool = False  # one segment that fills the row
+
+
+@dataclass(frozen=True, slots=True)
+class RowBatches:
+    """The batches of a row, with the places of all of them, one batch after the other."""
+
+    batches: list[SegmentBatch]
+    queries: torch.Tensor  # [sum of b * q] int64
+    keys: torch.Tensor  # [sum of b * s] int64
+    outputs: torch.Tensor  # [t] int64: of each position of the row, its place among the queries
+
+    @property
+    def query_sizes(self) -> list[int]:
+        """Return how many of `queries` each batch has."""
+        return [batch.queries.numel() for batch in self.batches]
+
+    @property
+    def key_sizes(self) -> list[int]:
+        """Return how many of `keys` each batch has."""
+        return [batch.keys.numel() for batch in self.batches]
+
+
+_BATCHES = "_mcore_rl_batches"
+
+
+def batches_of(bounds: torch.Tensor) -> RowBatches:
+    """Return the batches of a row whose segments begin at `bounds` `[k + 1]`, with the prefixes
+    attached to it. They stay attached for the other layers."""
+    found: RowBatches | None = getattr(bounds, _BATCHES, None)
+    if found is None:
+        batches = similar_segments(bounds, prefixes_of(bounds))
+        queries = torch.cat([batch.queries.flatten() for batch in batches])
+        # Without padding.
+        taken = torch.cat([batch.is_query.flatten() for batch in batches]).nonzero().flatten()
+        found = RowBatches(
+            batches,
+            queries,
+            keys=torch.cat([batch.keys.flatten() for batch in batches]),
+            outputs=taken[queries[taken].argsort()],
+        )
+        setattr(bounds, _BATCHES, found)
+    return found
 
 
 def similar_segments(bounds: torch.Tensor, prefix_of: torch.Tensor | None) -> list[SegmentBatch]:

@@ -38,7 +38,8 @@ def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
                 remedy="rename the other one",
             )
         options: dict[str, Any] = {"dest": f"rl_{name}", "help": parameter.help.replace("%", "%%")}
-        if kind is bool and default is None:
+        if kind is bool and default is not False:
+            options["default"] = default
             group.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
         elif kind is bool:
             group.add_argument(flag, action="store_true", **options)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,14 +30,16 @@ from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, ReshardReport
 from mcore_rl.hybrid_engine.transfer.gather import GatherPath
 from mcore_rl.hybrid_engine.transfer.transfer import TransferStats
 from mcore_rl.hybrid_engine.transfer.worlds import DefaultWorld, World
-from mcore_rl.hybrid_engine.vllm.in_process_engine import Receiver, VLLMEngine
+from mcore_rl.hybrid_engine.vllm.in_process_engine import Receiver, ServedEngine, VLLMEngine
 from mcore_rl.hybrid_engine.weight_stream import HandOverOptions, WeightStream
-from mcore_rl.megatron.carried import CarriedTensors
-from mcore_rl.megatron.lora import FactorShards
-from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
 from mcore_rl.model.tensors import TensorInfo
+
+if TYPE_CHECKING:
+    from mcore_rl.megatron.carried import CarriedTensors
+    from mcore_rl.megatron.lora import FactorShards
+    from mcore_rl.megatron.shards import ModelShards
 
 
 class HandOver:
@@ -44,7 +47,8 @@ class HandOver:
 
     `world` is by default the job's own, in which every rank has `shards` and an `engine`. In a
     joined world the trainers come first and have only shards, and the engines' ranks follow; all
-    ranks named in errors are ranks of this world. `tensors` are the checkpoint's, `shape` is the
+    ranks named in errors are ranks of this world. `train_layout` is that of the job's own world,
+    None in a joined one. `tensors` are the checkpoint's, `shape` is the
     model's, `device` is where messages are built. `canary` and `carried` are given on all ranks or
     on none, `carried` if engines draft by MTP layers that are not trained. `room` is that of
     `Proof`. `adapters` are the factors that engines apply to the base, in the dtype of their LoRA
@@ -57,11 +61,11 @@ class HandOver:
     def __init__(
         self,
         tensors: Mapping[str, TensorInfo],
-        train_layout: TrainLayout,
+        train_layout: TrainLayout | None,
         options: HandOverOptions,
         *,
         shards: ModelShards | None,
-        engine: VLLMEngine | None,
+        engine: ServedEngine | None,
         shape: ModelShape,
         device: torch.device,
         world: World | None = None,
@@ -108,6 +112,16 @@ class HandOver:
     def stream(self) -> WeightStream:
         """What every hand-over streams: all weights, or adapters."""
         return self._last.stream
+
+    @property
+    def repeated(self) -> bool:
+        """Whether the last hand-over was repeated by the plain gather."""
+        return any(part.proof.repeated for part in self._moved)
+
+    def sent_and_received_bytes(self) -> tuple[int, int]:
+        """Return this rank's bytes of the last hand-over, counted at the calls. Not collective."""
+        sent = sum(part.stream.transfer.stats.sent_bytes for part in self._moved)
+        return sent, sum(part.received_bytes for part in self._moved)
 
     @property
     def keeps_weights(self) -> bool:
@@ -177,7 +191,7 @@ class HandOver:
             num_tensors=sum(part.num_tensors for part in moved),
             # A failed attestation raises.
             attested=all(part.attestation is not None for part in moved),
-            repeated=any(part.proof.repeated for part in moved),
+            repeated=self.repeated,
         )
 
 
@@ -187,12 +201,12 @@ class _Part:
 
     def __init__(
         self,
-        train_layout: TrainLayout,
+        train_layout: TrainLayout | None,
         tensors: Mapping[str, TensorInfo],
         options: HandOverOptions,
         *,
         shards: ModelShards | FactorShards | None,
-        engine: VLLMEngine | None,
+        engine: ServedEngine | None,
         receiver: Receiver | None,
         shape: ModelShape,
         device: torch.device,
@@ -235,7 +249,8 @@ class _Part:
                 world=world,
             )
         self.proof = Proof(
-            engine,
+            # A server's worker scores no canaries: the server does, by requests.
+            engine if isinstance(engine, VLLMEngine) else None,
             receiver=receiver,
             world=world,
             attestor=attestor,

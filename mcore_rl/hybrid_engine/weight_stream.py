@@ -2,20 +2,20 @@
 
 This module joins what Megatron holds (`megatron.shards`), what the engine needs (`vllm.needs`), the
 plan between them, and the transfer that executes it. Everything except the weights themselves is
-computed once, from the two layouts. A rank may have both sides or one.
+computed once, from the two layouts. A rank may have both sides or one. One without training, a
+vLLM server's worker, may be in an environment without Megatron.
 """
 
 from __future__ import annotations
 
 import contextlib
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from mcore_rl.common import objects
-from mcore_rl.hybrid_engine.float8_shards import Float8Shards
 from mcore_rl.hybrid_engine.plan.transfer_plan import Plan, make_plan
 from mcore_rl.hybrid_engine.plan.trees import KnownGroups, Neighbourhoods
 from mcore_rl.hybrid_engine.proof.attest import FULL
@@ -23,10 +23,6 @@ from mcore_rl.hybrid_engine.transfer.transfer import Transfer
 from mcore_rl.hybrid_engine.transfer.worlds import DefaultWorld, World
 from mcore_rl.hybrid_engine.vllm.in_process_engine import Receiver
 from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor
-from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.megatron.carried import CarriedTensors
-from mcore_rl.megatron.lora import FactorShards
-from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.boxes import Box, Boxes, intersect, show, uncovered, volume
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.families import family_of
@@ -35,6 +31,12 @@ from mcore_rl.model.layout import TrainLayout
 from mcore_rl.model.tensors import TensorInfo, is_mtp_tensor
 from mcore_rl.model.weight_map import layer_order
 
+if TYPE_CHECKING:
+    from mcore_rl.hybrid_engine.float8_shards import Float8Shards
+    from mcore_rl.megatron.carried import CarriedTensors
+    from mcore_rl.megatron.lora import FactorShards
+    from mcore_rl.megatron.shards import ModelShards
+
 
 @dataclass(frozen=True, slots=True)
 class HandOverOptions:
@@ -42,7 +44,7 @@ class HandOverOptions:
 
     Weights travel in `dtype`. With `delta` only changes travel, and everything every `full_every`
     times. `bucket_bytes` caps what is in flight on a rank. `ranks_per_node` consecutive ranks are
-    near each other; None: all ranks. `attest` is a mode of `proof.attest`.
+    near each other; None: ranks of one host. `attest` is a mode of `proof.attest`.
 
     Example: `HandOverOptions(seed=1, bucket_bytes=512 << 20, dtype="bf16", delta=True)`.
     """
@@ -72,6 +74,9 @@ class Holdings:
         return min(missing_bytes(tensors, self.have[rank], need) for need in places.values())
 
 
+_Boxes = dict[str, tuple[Box, ...]]
+
+
 def exchange(
     have: Mapping[str, Sequence[Box]], need: Mapping[str, Sequence[Box]], world: World
 ) -> Holdings:
@@ -79,7 +84,7 @@ def exchange(
     mine = tuple(
         {name: tuple(some) for name, some in boxes.items() if some} for boxes in (have, need)
     )
-    everybody = objects.all_gather(mine, world.control)
+    everybody = world.gather(mine, of=tuple[_Boxes, _Boxes])
     known: dict[frozenset[Any], Boxes] = {}
 
     def only_one(boxes: Boxes) -> Boxes:
@@ -113,13 +118,14 @@ class WeightStream:
     `tensors` are the checkpoint's, or an adapter's. Those that training holds on any rank travel.
     MTP layers come last; if they are not trained, they are `carried` for a drafter, and each rank
     reads its own.
-    `world` and the other arguments are those of `HandOver`.
+    `world` and the other arguments are those of `HandOver`. The `layout` is that of this process's
+    default world, whose groups the stream uses; None in a joined world.
     """
 
     def __init__(
         self,
         tensors: Mapping[str, TensorInfo],
-        layout: TrainLayout,
+        layout: TrainLayout | None,
         options: HandOverOptions,
         *,
         shards: ModelShards | FactorShards | None,
@@ -129,9 +135,8 @@ class WeightStream:
         world: World | None = None,
         carried: CarriedTensors | None = None,
     ) -> None:
-        # Megatron's groups and pipelines are of the ranks of this process's default world.
-        known_layout = layout if world is None else None
         world = world or DefaultWorld(device)
+        assert (layout is None) == world.is_joined, "Megatron's groups are of the job's own world"
         self._shards, self._carried, self._device = shards, carried, device
         self._float8: Float8Shards | None = None
         served = _served(tensors, shards, world)
@@ -140,8 +145,11 @@ class WeightStream:
         quantised = _quantised(engine, world)
         if quantised is not None:
             self.tensors = quantised.in_blocks(self.tensors)
-            if isinstance(shards, ModelShards):
-                self._float8 = Float8Shards(shards, served, quantised)
+            if shards is not None:
+                from mcore_rl.hybrid_engine.float8_shards import Float8Shards
+
+                # Adapters are not quantised.
+                self._float8 = Float8Shards(cast("ModelShards", shards), served, quantised)
         self.need: Boxes = {}
         if engine is not None:
             self.need = engine.learn_needs(
@@ -158,13 +166,13 @@ class WeightStream:
         self.tensors = {n: i for n, i in self.tensors.items() if n not in unused}
         drafters = {n for n in self.tensors if is_mtp_tensor(n, shape.num_layers)}
         self.order = [*layer_order(self.tensors.keys() - drafters), *layer_order(drafters)]
-        plan = make_plan(
+        self.plan = plan = make_plan(
             self.tensors,
             order=self.order,
             have=self.holdings.have,
             need=self.holdings.need,
-            near=_near(world.size, options.ranks_per_node or world.size, known_layout),
-            groups=None if known_layout is None else KnownGroups(known_layout.groups().values()),
+            near=_near(world, options.ranks_per_node, layout),
+            groups=None if layout is None else KnownGroups(layout.groups().values()),
         )
         self.transfer = Transfer(
             plan,
@@ -172,12 +180,12 @@ class WeightStream:
             bucket_bytes=min(options.bucket_bytes, _enough_to_overlap(plan, world.size)),
             delta=options.delta,
             full_every=options.full_every,
-            groups=None if known_layout is None else _groups(known_layout),
+            groups=None if layout is None else _groups(layout),
             world=world,
             device=device,
         )
         rank = world.rank
-        if known_layout is not None:
+        if layout is not None:
             self.lower_bound_bytes = self.holdings.lower_bound_bytes(rank, self.tensors)
         else:  # engines hold nothing: another order of their ranks would save none of them bytes
             self.lower_bound_bytes = missing_bytes(
@@ -263,6 +271,8 @@ def _enough_to_overlap(plan: Plan, world_size: int) -> int:
 
 def _groups(layout: TrainLayout) -> dict[frozenset[int], Any]:
     """Return Megatron's groups by their ranks; entries for other ranks' groups are placeholders."""
+    from mcore_rl.megatron import adapter as megatron_adapter
+
     mine = megatron_adapter.broadcast_groups()
     groups: dict[frozenset[int], Any] = {}
     for name, sets in layout.groups().items():
@@ -271,10 +281,15 @@ def _groups(layout: TrainLayout) -> dict[frozenset[int], Any]:
     return groups
 
 
-def _near(world_size: int, ranks_per_node: int, layout: TrainLayout | None) -> Neighbourhoods:
-    ranks = range(world_size)
+def _near(world: World, ranks_per_node: int | None, layout: TrainLayout | None) -> Neighbourhoods:
+    ranks = range(world.size)
+    if ranks_per_node is None:
+        hosts = world.gather(socket.gethostname(), of=str)
+        nodes = tuple(map(hosts.index, hosts))
+    else:
+        nodes = tuple(rank // ranks_per_node for rank in ranks)
     return Neighbourhoods(
-        node=tuple(rank // ranks_per_node for rank in ranks),
+        node=nodes,
         pipeline=tuple(0 if layout is None else layout.pp_group(rank)[0] for rank in ranks),
     )
 
@@ -283,15 +298,15 @@ def _served(
     tensors: Mapping[str, TensorInfo], shards: ModelShards | FactorShards | None, world: World
 ) -> dict[str, TensorInfo]:
     """Return the tensors that travel: those that training holds on any rank."""
-    held = () if shards is None else shards.tensors()
-    trained = set().union(*objects.all_gather(held, world.control))
+    held = [] if shards is None else list(shards.tensors())
+    trained = set().union(*world.gather(held, of=list[str]))
     return {name: info for name, info in tensors.items() if name in trained}
 
 
 def _quantised(engine: Receiver | None, world: World) -> Float8Weights | None:
     """Return the engines' weights in FP8 blocks on all ranks; the last one has an engine."""
     mine = None if engine is None else engine.float8
-    weights: Float8Weights | None = objects.broadcast(mine, world.size - 1, world.control)
+    weights: Float8Weights | None = world.gather(mine, of=Float8Weights | None)[-1]
     return weights
 
 

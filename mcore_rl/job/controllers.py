@@ -18,7 +18,7 @@ import time
 from dataclasses import replace
 
 from mcore_rl.common.agreement import EXIT_FAILED, leave_cause, leave_reason
-from mcore_rl.common.exits import describe_exit
+from mcore_rl.common.exits import describe_exit, end_at_once
 from mcore_rl.common.run_output import setup_logging
 from mcore_rl.flags.parsed_flags import import_given_files
 from mcore_rl.spec import JobSpec
@@ -83,9 +83,7 @@ def main() -> None:
 
     world = enter_role(spec.roles, join_store())
     serve_controllers(start_engine_rank(spec, argparse.Namespace(**facts), world))
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # without destructors: Triton's report that the imports of vLLM leak
+    end_at_once(0)
 
 
 def _end_with_parent() -> None:

@@ -100,9 +100,10 @@ def check_separate(config: RLConfig, roles: Roles) -> None:
 _OF_SERVERS = (
     *("rollout_max_num_seqs", "ranks_per_node", "reshard_bucket_mb", "attest", "offload"),
     *("canary_interval", "canary_tolerance"),
+    *("reshard_dtype", "reshard_delta", "reshard_full_interval"),
 )
 # Flags that change what engines compute or receive.
-_OF_CONTENT = ("rollout_dtype", "speculate", "reshard_dtype", "reshard_delta")
+_OF_CONTENT = ("rollout_dtype", "speculate")
 
 
 def _unused_by_servers(config: RLConfig) -> dict[str, str]:

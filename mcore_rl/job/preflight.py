@@ -174,6 +174,13 @@ def check_environment_flags(config: RLConfig) -> None:
             flag=f"--rl-reward {','.join(rewards)}",
             remedy="give the environment whose rewards these are, or drop the name",
         )
+    if config.environments.environment is not None and config.recipe.sampler is not None:
+        raise UsageError(
+            f"samples whole responses itself, and --rl-environment "
+            f"{config.environments.environment} answers between the turns of a response",
+            flag=f"--rl-sampler {config.recipe.sampler}",
+            remedy="drop it",
+        )
     config.environments.check(config.rollout.max_response_tokens)
 
 

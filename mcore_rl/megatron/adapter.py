@@ -27,6 +27,7 @@ from mcore_rl.common.megatron_version import check_megatron
 from mcore_rl.common.platform import find_platform
 from mcore_rl.common.spans import MegatronTimers
 from mcore_rl.megatron import fsdp_buffers as megatron_fsdp
+from mcore_rl.megatron.dither import dither_fsdp, dither_optimizer
 from mcore_rl.megatron.fsdp_buffers import local_weights
 from mcore_rl.model.hybrid_pattern import numbered_layers
 from mcore_rl.model.layout import TrainLayout
@@ -279,7 +280,23 @@ def setup(provider: Callable[..., torch.nn.Module]) -> TrainState:
         config.no_sync_func = no_sync[0] if len(no_sync) == 1 else no_sync
     if optimizer is not None:
         config.grad_scale_func = optimizer.scale_loss
-    return TrainState(model, optimizer, scheduler, args.iteration)
+    state = TrainState(model, optimizer, scheduler, args.iteration)
+    _fuse_updates(state)
+    return state
+
+
+def _fuse_updates(state: TrainState) -> None:
+    """Make PyTorch's AdamW, Megatron's choice without a GPU, update host memory in one pass.
+
+    By default each of its ten operations reads and writes all parameters. To be called after a
+    load, which brings the setting of the checkpoint.
+    """
+    for optimizer in state.optimizers:
+        inner = getattr(optimizer, "optimizer", None)
+        for group in inner.param_groups if isinstance(inner, torch.optim.Adam) else ():
+            plain = (type(p) in (torch.Tensor, torch.nn.Parameter) for p in group["params"])
+            on_host = (p.device.type == "cpu" for p in group["params"])
+            group["fused"] = all(plain) and all(on_host)
 
 
 def setup_without_optimizer(provider: Callable[..., torch.nn.Module]) -> TrainState:
@@ -386,6 +403,18 @@ def reload_main_params(state: TrainState) -> None:
             megatron_fsdp.copy_weights_to_main_weights(fsdp)
     elif state.optimizer is not None:
         state.optimizer.reload_model_params()
+
+
+def dither_main_params(state: TrainState) -> None:
+    """Dither the optimizer's float32 copies of 16-bit weights (see `dither`). Call it after
+    `reload_main_params`, or after a load without the optimizer's copies."""
+    if fsdp_wrappers := _fsdp_wrappers(state):
+        for fsdp in fsdp_wrappers:
+            dither_fsdp(fsdp)
+        return
+    for optimizer in state.optimizers:
+        if optimizer is not None:
+            dither_optimizer(optimizer)
 
 
 def finish_param_sync(args: argparse.Namespace, state: TrainState) -> None:

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import (  # isort: 
     AsyncRequest,
 )
 
-__all__ = ["finish", "take_digests", "use", "with_arguments"]
+__all__ = ["finish", "reserve", "take_digests", "use", "with_arguments"]
 assert megatron_adapter  # imported for its effect
 
 
@@ -98,6 +98,15 @@ def use() -> None:
     from megatron.training import async_utils
 
     async_utils._async_calls_queue = _queue
+
+
+def reserve(state: megatron_adapter.TrainState) -> None:
+    """Start to make host memory for the copies of the first save, once updates have made the
+    optimizer's state. A second call has no effect."""
+    by_kind = megatron_adapter.train_tensors(state)
+    tensors = [tensor for kind in ("parameters", "optimizer") for _, tensor in by_kind[kind]]
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    background_saving.reserve(num_bytes + num_bytes // 100)  # with gaps between tensors
 
 
 def take_digests(folder: Path) -> dict[str, str]:

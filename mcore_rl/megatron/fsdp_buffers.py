@@ -92,6 +92,16 @@ def copy_weights_to_main_weights(fsdp: Any) -> None:
             main.get_item(item, only_shard=shard).copy_(weights.get_item(item, only_shard=shard))
 
 
+def main_weights(fsdp: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
+    """Yield each parameter, this rank's share of the optimizer's copy of it, flat, and the index of
+    the share's first element in the parameter."""
+    for group in fsdp.param_and_grad_buffer.parameter_groups:
+        main = group.main_weight_buffer
+        for parameter in [] if main is None else group.params:
+            item = main.param_idx[parameter]
+            yield parameter, main.get_item(item), main.locate_item_in_global_item(item)[0]
+
+
 def forget_gathered(fsdp: Any) -> None:
     """Wait for pending all-gathers and free their results, so that the next forward gathers anew.
 

@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+_BLOCK_BYTES = 1 << 20  # of float32 temporaries in host memory
+
 
 def vocab_parallel_log_probs(
     hidden: torch.Tensor,
@@ -133,10 +135,32 @@ class _Head:
             for i in range(count):
                 yield slice(i * num_tokens // count, (i + 1) * num_tokens // count)
 
+    def products(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return the logits of a chunk, `[chunk, num_rows]` in the dtype of `rows`; the caller may
+        overwrite them."""
+        return hidden.to(rows.dtype) @ rows.t()
+
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return `[chunk, num_rows]` float32, over the temperature; the caller may overwrite it."""
-        logits = (hidden.to(rows.dtype) @ rows.t()).to(_compute_dtype(rows))
+        """Return `products` in float32, over the temperature."""
+        return self._scaled(self.products(hidden, rows))
+
+    def _scaled(self, products: torch.Tensor) -> torch.Tensor:
+        logits = products.to(_compute_dtype(products))
         return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+    def blocks(
+        self, chunk: slice, products: torch.Tensor
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Yield parts of a chunk: their slice of the tokens, their rows of its `products`, and
+        these in float32, over the temperature, which may share their memory."""
+        length = len(products)
+        if products.device.type == "cpu":
+            # Temporaries that stay in a processor's cache, and in memory that malloc has already:
+            # pages that are new to the process cost more than what is computed.
+            length = max(1, _BLOCK_BYTES // (4 * self.num_rows))
+        for part, at in zip(products.split(length), range(0, len(products), length), strict=True):
+            start = chunk.start + at
+            yield slice(start, start + len(part)), part, self._scaled(part)
 
     def locate(self, target_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return whether each target is a row of this rank, and the row (0 if it is not)."""
@@ -196,27 +220,29 @@ class _VocabParallelLogProbs(torch.autograd.Function):
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(target_ids, dtype=maximum.dtype)
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=maximum.dtype) if needs_weight else None
+        grad_weight = None
         rows = head.rows(weight)
         for chunk in head.chunks(hidden.shape[0]):
-            log_p = head.logits(hidden[chunk], rows)
-            log_p.sub_(maximum[chunk, None]).sub_(log_sum_exp[chunk, None])
-            grad_logits = _grad_logits(
-                log_p,
-                head.locate(target_ids[chunk]),
-                grad_log_probs[chunk],
-                None if grad_entropy is None else grad_entropy[chunk],
-                None if entropy is None else entropy[chunk],
-            )
-            grad_logits = grad_logits.div_(head.temperature).to(rows.dtype)
+            grad_logits = head.products(hidden[chunk], rows)  # until a block overwrites its part
+            for block, part, log_p in head.blocks(chunk, grad_logits):
+                log_p.sub_(maximum[block, None]).sub_(log_sum_exp[block, None])
+                gradient = _grad_logits(
+                    log_p,
+                    head.locate(target_ids[block]),
+                    grad_log_probs[block],
+                    None if grad_entropy is None else grad_entropy[block],
+                    None if entropy is None else entropy[block],
+                )
+                part.copy_(gradient.div_(head.temperature))
+            del part, log_p, gradient
             if grad_hidden is not None:
                 grad_hidden[chunk] = grad_logits @ rows
-            if grad_weight is not None:
+            if needs_weight:
                 inputs = hidden[chunk].to(rows.dtype)
-                _add_product(grad_weight[: head.num_rows], grad_logits.t(), inputs)
-            del log_p, grad_logits  # before the next chunk's
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
+                grad_weight = _with_product(grad_weight, grad_logits.t(), inputs)
+            del grad_logits  # before the next chunk's
+        if needs_weight:
+            grad_weight = _of_weight(grad_weight, weight)
         return grad_hidden, grad_weight, None, None
 
 
@@ -234,16 +260,17 @@ def _shard_statistics(
     sum_exp, sum_exp_z = torch.zeros_like(maximum), torch.zeros_like(maximum)
     rows = head.rows(weight)
     for chunk in head.chunks(hidden.shape[0]):
-        z = head.logits(hidden[chunk], rows)
-        is_mine, row = head.locate(target_ids[chunk])
-        target_logit[chunk] = torch.where(is_mine, z.gather(1, row), -math.inf)
-        maximum[chunk] = z.amax(dim=1)
-        z.sub_(maximum[chunk, None])
-        e = z.exp() if head.with_entropy else z.exp_()
-        sum_exp[chunk] = e.sum(dim=1)
-        if head.with_entropy:
-            sum_exp_z[chunk] = e.mul_(z).sum(dim=1)
-        del z, e  # before the next chunk's
+        products = head.products(hidden[chunk], rows)
+        for block, _, z in head.blocks(chunk, products):
+            is_mine, row = head.locate(target_ids[block])
+            target_logit[block] = torch.where(is_mine, z.gather(1, row), -math.inf)
+            maximum[block] = z.amax(dim=1)
+            z.sub_(maximum[block, None])
+            e = z.exp() if head.with_entropy else z.exp_()
+            sum_exp[block] = e.sum(dim=1)
+            if head.with_entropy:
+                sum_exp_z[block] = e.mul_(z).sum(dim=1)
+        del products, _, z, e  # before the next chunk's
     return maximum, target_logit, sum_exp, sum_exp_z
 
 
@@ -327,12 +354,23 @@ def vocab_parallel_top_k(
     return log_probs, ids
 
 
-def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Compute total += a @ b, where `total` may have a wider dtype."""
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total.add_(a @ b)
+def _with_product(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return total + a @ b, None for 0, in float32 at least once it has two terms. Overwrites
+    `total`."""
+    if total is None:
+        return a @ b
+    total = total.to(_compute_dtype(total))
+    return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(a @ b)
+
+
+def _of_weight(gradient: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the rows that stand for tokens as one of the weight."""
+    if gradient is not None and gradient.shape == weight.shape:
+        return gradient.to(weight.dtype)
+    padded = torch.zeros_like(weight)
+    if gradient is not None:
+        padded[: len(gradient)] = gradient
+    return padded
 
 
 def _compute_dtype(weight: torch.Tensor) -> torch.dtype:
@@ -431,7 +469,7 @@ class _ReverseKL(torch.autograd.Function):
         head: _Head = ctx.head
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.zeros_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=maximum.dtype) if needs_weight else None
+        grad_weight = None
         rows, teacher_rows = weight[: head.num_rows], teacher_weight[: head.num_rows]
         for chunk in head.chunks(len(hidden)):
             z = head.logits(hidden[chunk], rows)
@@ -441,9 +479,9 @@ class _ReverseKL(torch.autograd.Function):
             grad_logits = grad_logits.div_(head.temperature).to(weight.dtype)
             if grad_hidden is not None:
                 torch.mm(grad_logits, rows, out=grad_hidden[chunk])
-            if grad_weight is not None:
-                _add_product(grad_weight[: head.num_rows], grad_logits.t(), hidden[chunk])
+            if needs_weight:
+                grad_weight = _with_product(grad_weight, grad_logits.t(), hidden[chunk])
             del z, difference, p, grad_logits  # before the next chunk's
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
+        if needs_weight:
+            grad_weight = _of_weight(grad_weight, weight)
         return grad_hidden, grad_weight, None, None, None

@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch.autograd.graph import saved_tensors_hooks
 
 from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.dither import dithered
 from mcore_rl.model.boxes import Box, contains, relative, show, slices
 from mcore_rl.model.config_json import ModelShape
 from mcore_rl.model.layout import TrainLayout
@@ -68,7 +69,7 @@ class Adapter(torch.nn.Module):
     """The part of a Hugging Face layer's adapter on this rank: `a` `[r, i]` and `b` `[o, r]`.
 
     `rows` and `columns` are their ranges in the full weight; `at` are the rows of Megatron's weight
-    that `rows` are: a slice, or `[o]` int64.
+    that `rows` are: a slice, or `[o]` int64. If it `dithers`, merged weights are `dithered`.
     """
 
     def __init__(
@@ -77,8 +78,11 @@ class Adapter(torch.nn.Module):
         lora: Lora,
         pieces: Sequence[Piece],
         weight: torch.nn.Parameter,
+        *,
+        dithers: bool,
     ) -> None:
         super().__init__()
+        self.dithers = dithers
         self.layer, self.scale, self.full = layer, lora.scale, lora.modules[layer]
         pieces = sorted(pieces, key=lambda piece: piece.checkpoint_box)
         (first, _), self.columns = pieces[0].checkpoint_box
@@ -147,27 +151,52 @@ class Adapter(torch.nn.Module):
         (first, last), (left, right) = box
         b = self.b[first - self.rows[0] : last - self.rows[0]][rows]
         a = self.a[:, left - self.columns[0] : right - self.columns[0]]
-        return plus_product(values, b, a, self.scale)
+        numbers = torch.arange(first, last, device=b.device)[rows]
+        return self._plus_product(values, b, a, numbers, (left, right))
+
+    def merged(self, values: torch.Tensor) -> torch.Tensor:
+        """Return `values`, which are the adapter's part of the weight, with the adapter."""
+        numbers = torch.arange(*self.rows, device=self.b.device)
+        return self._plus_product(values, self.b, self.a, numbers, self.columns)
+
+    def _plus_product(
+        self,
+        values: torch.Tensor,
+        b: torch.Tensor,
+        a: torch.Tensor,
+        rows: torch.Tensor,
+        columns: tuple[int, int],
+    ) -> torch.Tensor:
+        places = (rows, torch.arange(*columns, device=b.device)) if self.dithers else None
+        return plus_product(values, b, a, self.scale, places)
 
 
 def plus_product(
-    values: torch.Tensor, b: torch.Tensor, a: torch.Tensor, scale: float
+    values: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    scale: float,
+    places: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Return values + scale * b @ a in the dtype of `values`.
 
     The product is computed in float64, so that a slice of it is the same whatever else is computed
     with it, and added in float32 or, to float32 values, in float64. Where it is zero the values
-    keep their bits, those of a negative zero too.
+    keep their bits, those of a negative zero too. With `places` 16-bit values are `dithered`: a
+    product that is small beside their rounding arrives in the mean.
     """
     negative, a = b.double() * -scale, a.double()
     wide = torch.float32 if values.itemsize < 4 else torch.float64
     merged = torch.empty_like(values)
     # In parts that a CPU's caches hold.
     step = len(values) if values.is_cuda else max(1, _MERGED_AT_ONCE // max(1, a.shape[1]))
-    for to, at, of_b in zip(
-        merged.split(step), values.split(step), negative.split(step), strict=True
-    ):
-        to.copy_(at.to(wide) - (of_b @ a).to(wide))  # -0 - 0 is -0
+    for start in range(0, len(values), max(1, step)):
+        part = slice(start, start + step)
+        if places is None or values.itemsize > 2:
+            copies = values[part].to(wide)
+        else:
+            copies = dithered(values[part], values.dtype, (places[0][part], places[1]))
+        merged[part] = copies - (negative[part] @ a).to(wide)  # -0 - 0 is -0
     return merged
 
 
@@ -234,7 +263,7 @@ def merged_weight(weight: torch.Tensor, adapters: Sequence[Adapter]) -> torch.Te
     """Return a new tensor: Megatron's weight of this rank with its adapters."""
     merged = weight.clone()
     for each in adapters:
-        merged[each.at] = plus_product(weight[each.at], each.b, each.a, each.scale)
+        merged[each.at] = each.merged(weight[each.at])
     return merged
 
 
@@ -336,7 +365,14 @@ def is_adapter(parameter_name: str) -> bool:
 
 
 def attach(
-    chunk: Any, lora: Lora, shape: ModelShape, layout: TrainLayout, *, rank: int, seed: int
+    chunk: Any,
+    lora: Lora,
+    shape: ModelShape,
+    layout: TrainLayout,
+    *,
+    rank: int,
+    seed: int,
+    dithers: bool,
 ) -> Adapters:
     """Freeze a built model chunk and attach its adapters, before data parallelism wraps it.
 
@@ -349,7 +385,7 @@ def attach(
         weights = {
             own: adapters
             for own, parameter in module.named_parameters(recurse=False)
-            if (adapters := _adapters(f"{name}.{own}", parameter, lora, shape, at))
+            if (adapters := _adapters(f"{name}.{own}", parameter, lora, shape, at, dithers))
         }
         if not weights:
             continue
@@ -368,14 +404,15 @@ def attach(
 
 
 def with_adapters(
-    provider: Any, lora: Lora, shape: ModelShape, layout: TrainLayout, *, seed: int
+    provider: Any, lora: Lora, shape: ModelShape, layout: TrainLayout, *, seed: int, dithers: bool
 ) -> Any:
-    """Wrap a Megatron `model_provider` so that it builds a frozen model with adapters."""
+    """Wrap a Megatron `model_provider` so that it builds a frozen model with adapters, whose merged
+    weights are `dithered`."""
 
     @functools.wraps(provider)
     def adapted_provider(*args: Any, **kwargs: Any) -> torch.nn.Module:
         model: torch.nn.Module = provider(*args, **kwargs)
-        attach(model, lora, shape, layout, rank=dist.get_rank(), seed=seed)
+        attach(model, lora, shape, layout, rank=dist.get_rank(), seed=seed, dithers=dithers)
         return model
 
     return adapted_provider
@@ -387,7 +424,12 @@ def _with_gradient(_: Any, __: Any, output: torch.Tensor) -> None:
 
 
 def _adapters(
-    name: str, weight: torch.nn.Parameter, lora: Lora, shape: ModelShape, at: ShardCoordinates
+    name: str,
+    weight: torch.nn.Parameter,
+    lora: Lora,
+    shape: ModelShape,
+    at: ShardCoordinates,
+    dithers: bool,
 ) -> list[Adapter]:
     """Return the adapters of one of Megatron's weights, in the order of its rows."""
     if weight.dim() != 2:
@@ -397,7 +439,7 @@ def _adapters(
         layer = piece.tensor.removesuffix(".weight")
         if layer in lora.modules:
             by_layer.setdefault(layer, []).append(piece)
-    return [Adapter(layer, lora, some, weight) for layer, some in by_layer.items()]
+    return [Adapter(layer, lora, some, weight, dithers=dithers) for layer, some in by_layer.items()]
 
 
 def _merging(

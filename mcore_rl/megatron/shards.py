@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron.dither import dithered
 from mcore_rl.megatron.fsdp_buffers import LocalWeight, local_weights
 from mcore_rl.megatron.lora import Adapter, FactorShards, adapters_of, is_adapter
 from mcore_rl.model.boxes import Box, contains, extent, full_box, relative, show, slices, uncovered
@@ -39,6 +40,7 @@ class ModelShards:
 
     `read` returns and `write` takes the checkpoint's dtype, for any dtype of the parameter. A
     router's bias is float32 in both; a float32 run of a bfloat16 checkpoint rounds at hand-over.
+    With `dithers` it rounds from `dithered` values, so that small updates arrive in the mean.
     """
 
     def __init__(
@@ -48,8 +50,10 @@ class ModelShards:
         layout: TrainLayout,
         rank: int,
         tensors: Mapping[str, TensorInfo],
+        *,
+        dithers: bool = False,
     ) -> None:
-        self.shape = shape
+        self.shape, self._dithers = shape, dithers
         self._infos = tensors
         self._held: dict[str, list[_Held]] = defaultdict(list)
         self._padding: list[torch.Tensor] = []
@@ -112,7 +116,11 @@ class ModelShards:
                 data = data[at]
                 if (adapter := self._adapters.get(tensor)) is not None:
                     data = adapter.added_to(data, box, at)
-                return data.to(getattr(torch, self._infos[tensor].dtype))
+                dtype = getattr(torch, self._infos[tensor].dtype)
+                if self._dithers and dtype.itemsize < data.itemsize == 4:
+                    places = [torch.arange(*ends, device=data.device) for ends in box]
+                    data = dithered(data, dtype, places, at)
+                return data.to(dtype)
         raise RuntimeError(f"{tensor}{show(box)} was read on a rank that does not hold it")
 
     @torch.no_grad()

@@ -153,8 +153,8 @@ class _Planning:
         starting = {part: first[part] for part in first if part not in self._released_at_start}
         held = {**self._engine, **self._widened}
         copies = self._everywhere("copies", checkpoint_copies_bytes(self._case.models))
-        if self._case.actor.training.saves_in_background:
-            held |= copies  # they may be there until the end of a step
+        kept = copies if self._case.actor.training.saves_in_background else {}
+        held |= kept  # for the next save
         yield self._phase(RESUME if engine.loads_checkpoint else BUILD, first)
         if self._case.has_engines:
             yield self._phase(START, starting, self._engine)
@@ -172,7 +172,7 @@ class _Planning:
         if engine.exports:
             file = self._everywhere("file being exported", exported_file_bytes(self._case))
             # The last hand-over drops the widened weights, and no generation follows.
-            yield self._phase(EXPORT, whole, self._engine, file)
+            yield self._phase(EXPORT, whole, self._engine, kept, file)
 
     def _teacher_weights(self, teacher: TrainedModel) -> Bytes:
         """Return `[world]`: without devices, those that are swapped in are in host memory, too."""

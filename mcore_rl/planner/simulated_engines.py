@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -104,7 +104,7 @@ class Engine:
         self._is_stopped = self._is_updating = False
         self._updates = 0
         self._busy_seconds = 0.0
-        self.num_groups = 0  # that are not finished
+        self.num_groups = 0  # that are being sampled
         self.num_starting = 0  # requests whose environments are being started
 
     @property
@@ -159,18 +159,15 @@ class Engine:
         for ends_at, _, request in self._running:
             self._prefill(request, ends_at - self._count)
 
-    def drop(self, keep: Container[int]) -> None:
-        """Drop all requests but those of the draws in `keep`; they can be submitted again."""
+    def drop(self) -> None:
+        """Drop all requests; they can be submitted again."""
         self._advance()
-        kept = [entry for entry in self._running if entry[2].group.draw in keep]
         for ends_at, _, request in self._running:
-            if request.group.draw not in keep:
-                left = round(ends_at - self._count)
-                request.done_tokens += request.parts[0] - left
-                request.parts[0] = left
-        heapq.heapify(kept)
-        self._running = kept
-        self._waiting = deque(each for each in self._waiting if each.group.draw in keep)
+            left = round(ends_at - self._count)
+            request.done_tokens += request.parts[0] - left
+            request.parts[0] = left
+        self._running = []
+        self._waiting.clear()
 
     # Internal
 
@@ -273,7 +270,7 @@ class Sampling:
     """All engines of a job, the groups on them, and the assignment of draws.
 
     An engine takes the next draw below `limit` when it has room for a request, as in
-    `rollout.dispatch`; engines with fewer requests come first.
+    `rollout.draws`; engines with fewer requests come first.
     """
 
     def __init__(
@@ -284,9 +281,8 @@ class Sampling:
         num_engines: int,
         most_running: int,
     ) -> None:
-        self._env, self._workload = env, workload
-        self._most_running = self._room = most_running
-        self.most_groups = math.inf  # of an engine that are not finished
+        self._env, self._workload, self._most_running = env, workload, most_running
+        self.most_groups = math.inf  # of an engine that are being sampled
         self.engines = [
             Engine(env, speed, most_running, self._ended, self._start_groups)
             for _ in range(num_engines)
@@ -294,13 +290,7 @@ class Sampling:
         self.limit = self.next_draw = 0
         self.version = 1
         self.started: Callable[[Group], None] = lambda group: None
-        self.sampled: Callable[[Group], None] = lambda group: None  # all responses have ended
-        self.finished: Callable[[Group], None] = lambda group: None  # and have their rewards
-
-    def share(self, num_groups: float) -> None:
-        """Let engines run no more requests than those of an even share of as many groups."""
-        groups = max(1, math.ceil(num_groups / len(self.engines)))
-        self._room = min(self._most_running, groups * self._workload.samples_per_group)
+        self.finished: Callable[[Group], None] = lambda group: None  # and all rewards are there
 
     def offer(self, limit: int) -> None:
         """Let draws below `limit` start."""
@@ -314,13 +304,13 @@ class Sampling:
                 self._start_group(engine)
                 heapq.heappush(loads, (engine.num_requests, number))
 
-    def stop(self, engine: Engine, groups: Iterable[Group], keep: Container[int]) -> None:
-        """Stop the groups on an engine that is stopped, except the draws in `keep`. No answer of a
-        tool counts that has not arrived."""
-        engine.drop(keep)
+    def stop(self, groups: Iterable[Group]) -> None:
+        """Stop these groups, on engines that have stopped; none starts until `offer`. No answer of
+        a tool counts that has not arrived."""
+        self.limit = self.next_draw
+        for engine in self.engines:
+            engine.drop()
         for group in groups:
-            if group.engine is not engine or group.draw in keep:
-                continue
             if not group.has_tokens:  # it has not begun
                 group.version = None
             for request in group.requests:
@@ -337,7 +327,7 @@ class Sampling:
         return sum(engine.busy_seconds() for engine in self.engines) / len(self.engines)
 
     def _has_room(self, engine: Engine) -> bool:
-        return engine.num_requests < self._room and engine.num_groups < self.most_groups
+        return engine.num_requests < self._most_running and engine.num_groups < self.most_groups
 
     def _start_groups(self, engine: Engine) -> None:
         while self.next_draw < self.limit and self._has_room(engine):
@@ -382,12 +372,8 @@ class Sampling:
             return
         group.requests.remove(request)
         if group.is_sampled:  # its other rewards are there when the last one is
-            self._after(self._workload.reward_seconds, partial(self._rewarded, group))
-            self.sampled(group)
-
-    def _rewarded(self, group: Group) -> None:
-        group.engine.num_groups -= 1
-        self.finished(group)
+            group.engine.num_groups -= 1
+            self._after(self._workload.reward_seconds, partial(self.finished, group))
 
     def _ask_tool(self, request: Request) -> None:
         request.awaits_tool = True

@@ -1,9 +1,9 @@
 """Simulation of whole runs: colocated, with partial rollouts, and with engines on separate ranks.
 
-The events are those of a run. What a step samples, how draws go to engines, which groups a step
-takes and when the two sides wait for each other follow `rollout`; with separate engines its own
-`Admission` decides. Durations come from measured or planned speeds (`Speeds`), and engines are
-those of `simulated_engines`. All candidates sample the same lengths for the same draws. See
+The events are those of a run. Its `Admission` decides which draws start and which groups a step
+takes. How draws go to engines and when the two sides wait for each other follows `rollout`.
+Durations come from measured or planned speeds (`Speeds`), and engines are those of
+`simulated_engines`. All candidates sample the same lengths for the same draws. See
 docs/using/planner.md for what is left out.
 
     colocated   hand-over; N groups are sampled and rewarded; all ranks train on them
@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mcore_rl.common.garbage import nothing_collected
-from mcore_rl.planner.simulated_engines import Engine, Group, Sampling
+from mcore_rl.planner.simulated_engines import Group, Sampling
 from mcore_rl.planner.simulated_workload import EngineSpeed, Workload
 from mcore_rl.rollout.admission import Admission
 
@@ -36,8 +36,7 @@ if TYPE_CHECKING:
 
 COLOCATED, PARTIAL, SEPARATE = "colocated", "partial", "separate"
 MODES = (COLOCATED, PARTIAL, SEPARATE)  # the simplest first
-# Defaults of --rl-partial-rollouts.
-OVERSAMPLE, PARTIAL_STALENESS = 1.5, 4
+OVERSAMPLE = 1.5  # the default of --rl-partial-rollouts
 _LEAST_STEPS, _MOST_STEPS, _RESPONSES = 6, 20, 40_000
 
 
@@ -63,8 +62,10 @@ class Candidate:
     @property
     def name(self) -> str:
         """The name in sentences."""
-        if self.mode != SEPARATE:
-            return {COLOCATED: "colocated", PARTIAL: "partial rollouts"}[self.mode]
+        if self.mode == COLOCATED:
+            return "colocated"
+        if self.mode == PARTIAL:
+            return f"partial rollouts, K={self.max_staleness}"
         engines = self.num_ranks - self.num_trainers
         return f"{self.num_trainers} trainers and {engines} engine ranks, K={self.max_staleness}"
 
@@ -80,7 +81,8 @@ class Candidate:
     def flags(self) -> str:
         """The flags that select it; without any, a job is colocated."""
         if self.mode == PARTIAL:
-            return f"--rl-partial-rollouts --rl-oversample {OVERSAMPLE:g}"
+            oversample = f"--rl-oversample {OVERSAMPLE:g}"
+            return f"--rl-partial-rollouts {oversample} --rl-max-staleness {self.max_staleness}"
         if self.mode == SEPARATE:
             ranks = f"{self.num_trainers}-{self.num_ranks - 1}"
             flags = f"--rl-rollout-ranks {ranks} --rl-max-staleness {self.max_staleness}"
@@ -139,16 +141,16 @@ def simulate(
     if warm_up_steps is None:
         # Separate engines start as many groups as they may for K + 1 steps, which train on them in
         # K more.
-        longest = PARTIAL_STALENESS if candidate.mode == PARTIAL else 2 * candidate.max_staleness
-        warm_up_steps = longest + 2
+        rounds = 2 if candidate.mode == SEPARATE else 1
+        warm_up_steps = rounds * candidate.max_staleness + 2
     if steps is None:
         responses = workload.groups_per_step * workload.samples_per_group
         steps = max(_LEAST_STEPS, min(_MOST_STEPS, _RESPONSES // responses))
     env = simpy.Environment()
     run = _Run(env, candidate, workload, speeds, warm_up_steps + steps)
-    ways = {COLOCATED: run.colocated, PARTIAL: run.partial, SEPARATE: run.separate}
+    events = run.separate() if candidate.mode == SEPARATE else run.colocated()
     with nothing_collected():  # groups and requests are freed without it
-        env.run(until=env.process(ways[candidate.mode]()))
+        env.run(until=env.process(events))
     return run.result(warm_up_steps)
 
 
@@ -162,34 +164,6 @@ class _Step:
     busy_seconds: float  # of an engine so far, on average
     groups: tuple[Group, ...]
     staleness: tuple[int, ...]
-
-
-class _PartialStep:
-    """The groups that a step of partial rollouts takes: those in `reserved`, and of the others
-    those that are sampled first."""
-
-    def __init__(self, num_groups: int, reserved: Collection[int], num_engines: int) -> None:
-        self._places, self.reserved = num_groups - len(reserved), frozenset(reserved)
-        self._first: list[int] = []
-        self._left = set(reserved)
-        self.num_sampling = num_engines  # that do not know that there are enough
-
-    def sampled(self, draw: int) -> None:
-        """Note a group whose responses have all ended."""
-        if draw in self.reserved:
-            self._left.remove(draw)
-        elif len(self._first) < self._places:
-            self._first.append(draw)
-
-    @property
-    def has_enough(self) -> bool:
-        """Whether no group is needed besides the reserved ones."""
-        return len(self._first) == self._places
-
-    @property
-    def taken(self) -> set[int] | None:
-        """The draws of the step; None: not all are sampled."""
-        return None if self._left or not self.has_enough else {*self._first, *self.reserved}
 
 
 class _Run:
@@ -212,8 +186,15 @@ class _Run:
         self._finished: set[int] = set()  # draws with all rewards that are not trained on
         self._opened: dict[int, Group] = {}  # all draws that are not trained on
         self._sampling.started = self._open
-        self._admission: Admission | None = None  # of draws on separate engines
-        self._taken: tuple[int, ...] | None = ()  # by a step of separate engines; None: undecided
+        num, most, extra = workload.groups_per_step, candidate.max_staleness, None
+        if candidate.mode != SEPARATE:
+            extra = math.ceil(num * OVERSAMPLE) - num if candidate.mode == PARTIAL else 0
+        self._admission = Admission(
+            groups_per_step=num, max_staleness=most, next_draw=0, extra_groups=extra
+        )
+        at_a_time = num + (num * most if extra is None else extra)
+        self._sampling.most_groups = math.ceil(at_a_time / candidate.num_engines)
+        self._taken: tuple[int, ...] | None = ()  # by the step; None: undecided
         self._all_stopped = env.event()
         self._steps: list[_Step] = []
         self._train_seconds = 0.0
@@ -221,65 +202,52 @@ class _Run:
         self._changed = env.event()  # a group is sampled or finished
 
     def colocated(self) -> Events:
-        num = self._workload.groups_per_step
-        self._sampling.share(num)
-        for number in range(1, self._num_steps + 1):
-            yield from self._hand_over()
-            self._sampling.offer(number * num)
-            while len(self._finished) < num:
-                yield self._changed
-            groups = self._take(tuple(sorted(self._finished)))
-            yield from self._train(groups)
-            yield from self._end_step(groups)
-
-    def partial(self) -> Events:
-        num, sampling = self._workload.groups_per_step, self._sampling
+        """Engines that stop when a step is decided, with partial rollouts, too."""
+        admission, sampling = self._admission, self._sampling
         for _ in range(self._num_steps):
             yield from self._hand_over()
-            pending = sorted(self._opened.values(), key=lambda each: (-self._age(each), each.draw))
-            aged = [group.draw for group in pending if self._age(group) >= PARTIAL_STALENESS]
-            step = _PartialStep(num, aged[:num], len(sampling.engines))
-            sampling.sampled = functools.partial(self._sampled, step)
-            most = max(math.ceil(num * OVERSAMPLE), len(pending))
-            sampling.share(most)
-            for group in pending:
-                if group.is_sampled:
-                    step.sampled(group.draw)
-            if step.has_enough:  # others do not begin
-                step.num_sampling = 0
-                pending = [group for group in pending if group.draw in step.reserved]
-            for group in pending:
-                if not group.is_sampled:
-                    sampling.resume(group)
-            if not step.has_enough:
-                sampling.offer(sampling.next_draw + most - len(pending))
-            while step.num_sampling or (taken := step.taken) is None or not taken <= self._finished:
+            admission.begin_step(sampling.version, next_draw=sampling.next_draw)
+            self._taken = self._decided()
+            if self._taken is None:
+                for group in sorted(self._opened.values(), key=lambda each: each.draw):
+                    if not group.is_sampled:
+                        sampling.resume(group)
+                sampling.offer(admission.limit)
+                yield from self._until_decided()
+                sampling.stop(self._opened.values())
+                self._resume_engines()
+            while not self._sampled <= self._finished:
                 yield self._changed
-            groups = self._take(tuple(sorted(taken)))
+            admission.end_step()
+            groups = self._take()
             yield from self._train(groups)
             yield from self._end_step(groups)
 
+    @property
+    def _sampled(self) -> set[int]:
+        """The draws whose responses have all ended."""
+        return {draw for draw, group in self._opened.items() if group.is_sampled}
+
+    def _until_decided(self) -> Events:
+        """Wait until the step is decided, and all engines have stopped."""
+        while self._taken is None:
+            yield self._changed
+        yield self._all_stopped
+
     def separate(self) -> Events:
-        num, ahead = self._workload.groups_per_step, self._candidate.max_staleness
-        sampling, engines = self._sampling, self._sampling.engines
-        self._admission = admission = Admission(
-            groups_per_step=num, max_staleness=ahead, next_draw=0
-        )
-        sampling.most_groups = math.ceil((1 + ahead) * num / len(engines))
+        admission, sampling = self._admission, self._sampling
         yield self._stop_engines()
         for _ in range(self._num_steps):
             admission.begin_step(sampling.version)
-            self._taken = admission.decide()
+            self._taken = self._decided()
             sampling.offer(admission.limit)
             if self._taken is None:
                 self._resume_engines()
-                while self._taken is None:
-                    yield self._changed
-                yield self._all_stopped
+                yield from self._until_decided()
             self._resume_engines()
             yield from self._call()
             self._resume_engines()
-            groups = self._take(self._taken)
+            groups = self._take()
             yield from self._train(groups)
             yield from self._call()
             self._resume_engines()
@@ -319,10 +287,11 @@ class _Run:
         for engine in self._sampling.engines:
             engine.update()
 
-    def _take(self, draws: Sequence[int]) -> tuple[Group, ...]:
+    def _take(self) -> tuple[Group, ...]:
         """Return the groups that a step trains on."""
-        self._finished -= set(draws)
-        return tuple(self._opened.pop(draw) for draw in draws)
+        assert self._taken is not None, "the step is not decided"
+        self._finished -= {*self._taken}
+        return tuple(self._opened.pop(draw) for draw in self._taken)
 
     def _train(self, groups: Sequence[Group]) -> Events:
         seconds = self._speeds.train_seconds(groups, self._candidate.num_trainers)
@@ -343,50 +312,29 @@ class _Run:
 
     def _open(self, group: Group) -> None:
         self._opened[group.draw] = group
-        if self._admission is not None:
-            self._admission.start(group.draw, self._sampling.version)
-
-    def _sampled(self, step: _PartialStep, group: Group) -> None:
-        had_enough = step.has_enough
-        step.sampled(group.draw)
-        if step.has_enough and not had_enough:
-            self._stop_sampling(step)
-        self._wake()
-
-    def _stop_sampling(self, step: _PartialStep) -> None:
-        """Let each engine end all groups but the reserved ones in its next schedule."""
-        self._sampling.limit = self._sampling.next_draw
-        opened = tuple(self._opened.values())
-
-        def stopped(engine: Engine) -> None:
-            self._sampling.stop(engine, opened, step.reserved)
-            engine.resume()
-            step.num_sampling -= 1
-            self._wake()
-
-        for engine in self._sampling.engines:
-            engine.stop(functools.partial(stopped, engine), last_steps=1)
+        self._admission.start(group.draw, self._sampling.version)
 
     def _finish(self, group: Group) -> None:
-        if self._admission is not None:
-            group.engine.report(functools.partial(self._report, group))
-            return
-        self._finished.add(group.draw)
-        self._wake()
+        group.engine.report(functools.partial(self._report, group))
 
     def _report(self, group: Group) -> None:
-        """Tell the first engine of a group on a separate engine; it decides in a schedule."""
-        assert self._admission is not None
+        """Tell the first engine of a finished group; it decides in a schedule."""
+        self._finished.add(group.draw)
         self._admission.finish(group.draw)
         first = self._sampling.engines[0]
         if self._taken is None:
             first.report(self._decide)
+        self._wake()
 
     def _decide(self) -> None:
-        assert self._admission is not None
-        if self._taken is None and (taken := self._admission.decide()) is not None:
-            self._taken, self._all_stopped = taken, self._stop_engines()
+        if self._taken is None and (taken := self._decided()) is not None:
+            ends = self._candidate.mode == PARTIAL  # running requests, with their next token
+            self._taken, self._all_stopped = taken, self._stop_engines(last_steps=int(ends))
             self._wake()
+
+    def _decided(self) -> tuple[int, ...] | None:
+        decision = self._admission.decide()
+        return None if decision is None else decision.taken
 
     def _wake(self) -> None:
         self._changed.succeed()

@@ -20,11 +20,12 @@ from mcore_rl.hybrid_engine.vllm.generation import Sampling, seed_of
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rewards.functions import NAMED_ANSWERS
 from mcore_rl.rewards.specs import RewardSpec
-from mcore_rl.rollout.dispatch import SamplingTarget
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.group_plan import GroupPlan
-from mcore_rl.rollout.groups import GroupScheduler
+from mcore_rl.rollout.group_sampler import GroupSampler, Rules
 from mcore_rl.rollout.options import EvaluationOptions, RolloutOptions
+from mcore_rl.rollout.sampling_state import StepCounts
+from mcore_rl.rollout.segments import OpenGroup
 
 
 def is_due(options: EvaluationOptions, step: int, num_steps: int) -> bool:
@@ -50,7 +51,8 @@ class Evaluator:
         self.workers, self._prompts, self._options = workers, prompts, options
         self._rollout, self._rewards, self._seed, self._timers = rollout, rewards, seed, timers
         self._positions = prompts.first_of_each(options.num_eval_prompts)
-        self._groups: GroupScheduler | None = None
+        self._plan: GroupPlan | None = None  # of the groups
+        self._groups: list[OpenGroup] | None = None
         self._num_evaluations = 0
 
     def sample(self, step: int, weight_version: int) -> None:
@@ -60,18 +62,17 @@ class Evaluator:
             sampling=Sampling(self._options.eval_temperature, stop=self._rollout.stop),
             max_tokens=self._rollout.max_response_tokens,
             seed=seed_of(self._seed, "evaluation", step),
-            first_draw=0,
-            weight_version=weight_version,
         )
         self._num_evaluations += 1  # servers that fail make a run repeat one
         with self._timers("eval"):
-            self._groups = self.workers.sample(
-                plan,
-                SamplingTarget.of(len(self._positions)),
-                self._prompt_of,
-                key=f"evaluation {step}, {self._num_evaluations}",
-            )
-            self._groups.wait()  # a step's reward tickets begin after those of an evaluation
+            rules = Rules(len(self._positions), deterministic=self._rollout.deterministic)
+            name = f"evaluation {self._num_evaluations}"
+            sampler = GroupSampler(self.workers, plan, self._prompt_of, rules, name=name)
+            sampler.begin_step(weight_version)
+            decision = sampler.sample()
+            assert decision is not None, "nothing stops it"
+            sampler.end_step()
+            self._plan, self._groups = plan, sampler.groups_of(decision.taken)
             objects.barrier()  # the wait for stragglers counts as evaluation, not as rollout
 
     def _prompt_of(self, draw: int) -> Prompt:
@@ -81,14 +82,14 @@ class Evaluator:
         """Return the metrics of the last `sample`, of all sets together and, if there are several,
         of each (`eval/NAME/...`); see `sample_metrics`. Empty if none were sampled since the last
         call, or if every generation failed."""
-        groups, self._groups = self._groups, None
-        if groups is None:
+        plan, groups, self._groups = self._plan, self._groups, None
+        if groups is None or plan is None:
             return {}
         several = self._options.eval_samples > 1
         weights = [self._rewards.weights_of(spec.key) for spec in self._prompts.specs]
         named = [bool(NAMED_ANSWERS.keys() & each.keys()) for each in weights]
         with self._timers("eval"):
-            table, _ = self.workers.settle(groups, lambda seconds: None)
+            table, _ = self.workers.score(plan, groups, StepCounts())
             answers = self._answers(table) if several and any(named) else []
         metrics = sample_metrics("eval", table, answers if all(named) else [], several=several)
         sources = self._prompts.sources_of(table.prompts)

@@ -1,4 +1,4 @@
-"""The settings of a step's responses, and the requests that follow from them."""
+"""The settings of responses, and the requests that follow from them."""
 
 from __future__ import annotations
 
@@ -15,27 +15,22 @@ NO_TOKENS = np.empty(0, dtype=np.int32)
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """The settings of all responses of a step.
+    """The settings of all responses to prompts.
 
-    Example: 8 samples for each prompt, from draw 96 of the run on:
+    Example: 8 samples for each prompt:
 
-        GroupPlan(num_samples=8, sampling=Sampling(1.0), max_tokens=512, seed=1, first_draw=96,
-                  weight_version=6)
+        GroupPlan(num_samples=8, sampling=Sampling(1.0), max_tokens=512, seed=1)
     """
 
     num_samples: int  # of a prompt that does not say
     sampling: Sampling
     max_tokens: int
     seed: int  # of the run
-    first_draw: int  # draws of the run before this step
-    weight_version: int
+    weight_version: int = 0
     most_samples: int = 0  # of any prompt; 0: none says
-    sizes: tuple[int, ...] = ()  # samples of the groups that the step takes, if they differ
     with_routes: bool = False
     num_top: int = 0  # most probable tokens whose log-probs come with each sampled token
     with_greedy: bool = False  # adds a response at temperature 0
-    keeps_unfinished: bool = False  # stopped responses resume in a later step
-    order: tuple[int, ...] = ()  # of the step's first draws; later draws keep their order
     has_environments: bool = False  # samples have environments and several turns
     max_turn_tokens: int | None = None  # None: the rest of `max_tokens`
     keeps_kv: bool = False  # KV cache of resumed responses outlives an update
@@ -53,10 +48,6 @@ class GroupPlan:
     def num_samples_of(self, group: OpenGroup) -> int:
         """Return the number of a group's responses that are trained on."""
         return len(group.rollouts) - self.with_greedy
-
-    def draw(self, count: int) -> int:
-        """Convert number `count` of the step's draws into a draw of the run."""
-        return self.first_draw + (self.order[count] if count < len(self.order) else count)
 
     def seed_of_sample(self, draw: int, index: int) -> int:
         """Derive a seed from the run's seed, the draw and the index, independent of step and

@@ -8,7 +8,6 @@ from mcore_rl.common.addresses import checked_url
 from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameters, param
 
-_MAX_STALENESS, _MAX_STALENESS_SEPARATE = 4, 1
 _OVERSAMPLE_PARTIAL = 1.5
 _CONTINUE_ANYWAY = "their responses continue across updates anyway, if they may be stale"
 # vLLM samples at these temperatures as given (vllm/sampling_params.py).
@@ -95,11 +94,11 @@ class RolloutOptions(Parameters):
         "later steps",
         excludes=dict.fromkeys(("rollout_servers", "rollout_ranks"), _CONTINUE_ANYWAY),
     )
-    max_staleness: int | None = param(
-        None,
+    max_staleness: int = param(
+        1,
         "with --rl-partial-rollouts, --rl-rollout-ranks or --rl-rollout-servers, maximum number of "
-        "weight versions between a sample's oldest token and the step that trains on it; default: "
-        "4, or 1 with ranks or servers; 0 finishes every response in the step that started it",
+        "weight versions between a sample's oldest token and the step that trains on it; 0 "
+        "finishes every response in the step that started it",
         least=0,
         advice="0 finishes every response in the step that started it",
         needs=("partial_rollouts", "rollout_ranks", "rollout_servers"),
@@ -124,7 +123,7 @@ class RolloutOptions(Parameters):
     @property
     def keeps_unfinished(self) -> bool:
         """Whether responses may continue in a later step, of engines on the actor's ranks."""
-        return self.partial_rollouts and self.max_staleness != 0
+        return self.partial_rollouts and self.max_staleness > 0
 
     @property
     def servers(self) -> tuple[str, ...]:
@@ -146,8 +145,8 @@ class RolloutOptions(Parameters):
 
     @property
     def samples_ahead(self) -> bool:
-        """Whether `rollout.ahead` samples: for servers, and for ranks that sample later steps
-        while the actor trains."""
+        """Whether engines sample later steps while the actor trains: servers, and ranks of their
+        own if responses may be stale."""
         return bool(self.servers) or (self.rollout_ranks is not None and self.staleness_limit > 0)
 
     @property
@@ -157,10 +156,9 @@ class RolloutOptions(Parameters):
 
     @property
     def staleness_limit(self) -> int:
-        """`max_staleness` or its default."""
-        if self.max_staleness is not None:
-            return self.max_staleness
-        return _MAX_STALENESS if self.separate is None else _MAX_STALENESS_SEPARATE
+        """`max_staleness`; 0 if no response continues in a later step."""
+        continues = self.partial_rollouts or self.separate is not None
+        return self.max_staleness if continues else 0
 
     @property
     def groups_at_a_time(self) -> float:
@@ -184,12 +182,13 @@ class RolloutOptions(Parameters):
                 flag=flag,
                 remedy="choose for example 1.5",
             )
-        if self.keeps_unfinished and self.groups_at_a_time > 2.0:
+        most = 1 + self.staleness_limit
+        if self.keeps_unfinished and self.groups_at_a_time > most:
             raise UsageError(
-                "may leave more groups unfinished than a step takes, which with "
-                "--rl-partial-rollouts could then not end in time for --rl-max-staleness",
+                "may leave more groups unfinished than the steps take in which "
+                f"--rl-max-staleness {self.staleness_limit} lets them end",
                 flag=flag,
-                remedy="choose 2 or less",
+                remedy=f"choose {most} or less",
             )
 
     def _check_servers(self) -> None:

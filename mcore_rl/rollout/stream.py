@@ -36,8 +36,8 @@ class StreamActions:
     submit: tuple[Request, ...] = ()
     end: tuple[int, ...] = ()  # numbers of requests that end with their next token
     drop: tuple[int, ...] = ()  # numbers of requests that are dropped
-    more: bool = False  # more may come, even if nothing runs
-    may_end: bool = False  # requests may have to end before any of them has ended
+    more: bool = False  # continue even if nothing runs: more may come, or rewards are missing
+    is_last: bool = False  # no further request will come
     restore: tuple[OpenGroup, ...] = ()  # groups from the bank, which the first rank has read
     stop: bool = False  # return to the caller, whatever runs
 
@@ -62,22 +62,6 @@ class RequestScheduler(Protocol):
         than the engine, which samples one token per running request and step."""
 
 
-def run_stream(
-    engine: SamplingEngine,
-    scheduler: RequestScheduler,
-    *,
-    when_few_are_left: Callable[[], object] | None = None,
-) -> None:
-    """Step the engine until no request runs and none will come. Collective over the engine.
-
-    `when_few_are_left` is called once, between two steps, as soon as no request will come and at
-    most a quarter of the sequences that fit are running. A trace shows the time before as "first
-    responses" and the time after as "last responses".
-    """
-    with engine.generation() as generation:
-        step_engine(engine, scheduler, generation, when_few_are_left)
-
-
 def step_engine(
     engine: SamplingEngine,
     scheduler: RequestScheduler,
@@ -85,13 +69,19 @@ def step_engine(
     when_few_are_left: Callable[[], object] | None = None,
     activity: Activity | None = None,
 ) -> None:
-    """Do what `run_stream` does with the requests of `generation`, or until the scheduler stops.
-    `activity` notes when there are requests."""
+    """Step the engine with the requests of `generation` until none runs and none will come, or
+    until the scheduler stops. Collective over the engine. `activity` notes when there are requests.
+
+    `when_few_are_left` is called once, between two steps, as soon as no request will come and at
+    most a quarter of the sequences that fit are running. With it, a trace shows the time before as
+    "first responses" and the time after as "last responses".
+    """
     few = max(1, engine.config.max_num_seqs // 4)
     actions, must_schedule, num_steps = StreamActions(more=True), True, 0
     step_seconds, idle_seconds = _FIRST_STEP_SECONDS, _IDLE_SECONDS
     with ExitStack() as traced:
-        traced.enter_context(span("first responses"))
+        if when_few_are_left is not None:
+            traced.enter_context(span("first responses"))
         while True:
             if must_schedule:
                 decided = (
@@ -99,7 +89,8 @@ def step_engine(
                 )
                 actions = engine.of_first_rank(decided)
                 _apply(actions, scheduler, generation)
-            if when_few_are_left is not None and not actions.more and generation.num_running <= few:
+            is_last = actions.is_last or not actions.more
+            if when_few_are_left is not None and is_last and generation.num_running <= few:
                 traced.close()
                 with span("prefetch"):
                     when_few_are_left()
@@ -124,7 +115,7 @@ def step_engine(
             if engine.tp_rank == 0:
                 scheduler.between_steps(generation.num_running, step_seconds)
             is_time = not generation.num_running or num_steps % _STEPS_BETWEEN_SCHEDULES == 0
-            must_schedule = bool(ended) or ((actions.more or actions.may_end) and is_time)
+            must_schedule = bool(ended) or (actions.more and is_time)
 
 
 def _apply(

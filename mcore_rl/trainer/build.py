@@ -1,7 +1,7 @@
 """Building everything that a run consists of on this rank, from its job: `build`.
 
-`mcore_rl.trainer.models` builds the trained models; this module adds the engine, the hand-over
-between both, and monitoring.
+A run with engines, on these ranks or others, and supervised training are built apart; they share
+their models, monitors and checkpoints.
 """
 
 from __future__ import annotations
@@ -10,52 +10,32 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
-from pathlib import Path
 from typing import Any, TextIO
 
-import torch
 import torch.distributed as dist
 
 from mcore_rl.batching.accounting import describe
-from mcore_rl.common import objects
-from mcore_rl.common.agreement import agreed_in_world
-from mcore_rl.common.errors import UsageError
 from mcore_rl.common.kills import note_stage
-from mcore_rl.config import RLConfig
-from mcore_rl.data.demonstrations import Demonstrations, Drawn
-from mcore_rl.data.prompts import PromptSources, load_prompt_files, log_examples
-from mcore_rl.data.tokenizer_process import close_all
-from mcore_rl.hybrid_engine.memory.offload import Offloader, kinds_at_start, offload_kinds
-from mcore_rl.hybrid_engine.proof.canary import Canary
-from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
+from mcore_rl.data.prompts import PromptSources, log_examples
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
-from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.megatron import saving as megatron_checkpoint
-from mcore_rl.megatron.carried import CarriedTensors
-from mcore_rl.megatron.hf_checkpoint import fingerprint
-from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.roles import ROLLOUT
-from mcore_rl.moe.expert_load import ExpertLoad
 from mcore_rl.observe.stage_timers import StageTimers
-from mcore_rl.observe.trace import Tracer
 from mcore_rl.observe.watchdog import StageWatchdog
 from mcore_rl.planner.savings import memory_lines
-from mcore_rl.rollout.branch import Branch
 from mcore_rl.rollout.sample_store import SampleStore
-from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.demonstration_store import DemonstrationStore
 from mcore_rl.trainer.hand_overs import (
+    build_canary,
+    build_manager,
+    build_offloader,
     engine_config,
-    hand_over_options,
-    make_canary,
-    served_adapters,
 )
+from mcore_rl.trainer.inputs import Inputs, read_prompts, read_rows, start_of
 from mcore_rl.trainer.job import Job
-from mcore_rl.trainer.learner import Learner
 from mcore_rl.trainer.mixed import MixedDemonstrations, read_mixed
 from mcore_rl.trainer.models import (
+    Models,
     build_actor,
     build_learner,
     critic_role,
@@ -63,18 +43,13 @@ from mcore_rl.trainer.models import (
     reward_role,
     teacher_roles,
 )
+from mcore_rl.trainer.monitors import Monitors, build_monitors
 from mcore_rl.trainer.plan_inputs import model_of_args
-from mcore_rl.trainer.recorder import RunRecorder
-from mcore_rl.trainer.resume import point as resume_point
-from mcore_rl.trainer.resume.point import (
-    ResumePoint,
-    find_resume_point,
-    warn_of_other_demonstrations,
-)
-from mcore_rl.trainer.resume.trainer_state import LOADED, date_of_checkpoints
+from mcore_rl.trainer.recorder import SampleMetrics
+from mcore_rl.trainer.resume.point import warn_of_other_demonstrations
 from mcore_rl.trainer.roles.remote import LocalRole, RemoteRole, Role
 from mcore_rl.trainer.rollouts import LocalRollouts, Rollouts
-from mcore_rl.trainer.sampling import Start, bank_folder, branch_of, build_sampling
+from mcore_rl.trainer.sampling import bank_folder, build_sampling
 from mcore_rl.trainer.saver import RunSaver
 from mcore_rl.trainer.separate import (
     RemoteRollouts,
@@ -82,71 +57,17 @@ from mcore_rl.trainer.separate import (
     connect_engines,
     start_engines,
 )
-from mcore_rl.trainer.supervised import SupervisedData, read_supervised
+from mcore_rl.trainer.step_metrics import sampled_metrics
+from mcore_rl.trainer.supervised import SupervisedData, supervised_metrics
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """What a run reads before its models are built."""
-
-    prompts: Drawn
-    eval_prompts: Drawn | None
-    day: str  # for chat templates
-    point: ResumePoint | None  # None: nothing is resumed
-    began_with: str  # see `TrainerState`
-    branch: Branch | None  # None: nothing is sampled ahead
-
-    @property
-    def weight_version(self) -> int:
-        """The number of hand-overs before."""
-        return 0 if self.point is None else self.point.state.weight_version
-
-    def position(self, job: Job, num_steps: int) -> int:
-        """Return how many prompts or rows were drawn in the `num_steps` steps before."""
-        drawn = num_steps * job.config.trainer.num_prompts_per_step
-        return drawn if self.point is None else self.point.state.sampler_position
-
-    def start(self, job: Job, num_steps: int = 0) -> Start:
-        """Return what sampling begins with after `num_steps` steps."""
-        point, position, folder = self.point, self.position(job, num_steps), None
-        if point is not None:
-            folder = point.folder / resume_point.ROLLOUT if point.same_prompts else None
-        prompts, held_out = self.prompts, self.eval_prompts
-        assert isinstance(prompts, PromptSources), "only prompts are sampled"
-        assert held_out is None or isinstance(held_out, PromptSources)
-        whose = self.began_with, self.branch.name if self.branch else ""
-        return Start(prompts, held_out, self.day, position, folder, *whose)
-
-
-@dataclass(frozen=True, slots=True)
-class Models:
-    """The trained models on this rank."""
-
-    state: megatron_adapter.TrainState  # of the actor
-    shards: ModelShards
-    critic: Role | None
-    teachers: tuple[Role, ...]  # that are not swapped into the actor
-    learner: Learner
-    sample_store: SampleStore
-
-
-@dataclass(frozen=True, slots=True)
-class Monitors:
-    """What observes a run."""
-
-    timers: StageTimers
-    watchdog: StageWatchdog
-    recorder: RunRecorder
-    tracer: Tracer
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """The parts of a run on this rank; `mcore_rl.train.Run` has its stages."""
 
-    inputs: Inputs
+    inputs: Inputs[Any]
     models: Models
     rollouts: Rollouts
     monitors: Monitors
@@ -172,19 +93,69 @@ def build(
     """
     started = time.perf_counter()
     note_stage("building the models")
-    inputs = read_inputs(job)
-    engines = None
+    builder = build_with_engines if job.config.has_engines else build_supervised
+    parts = builder(job, model_provider, log=log)
+    _log_sizes(job, parts.models)
+    if parts.inputs.point is not None and parts.inputs.point.rng is not None:
+        parts.inputs.point.rng.restore()  # last, since building the parts uses the generators
+    logger.info("model and engines ready after %.0f s", time.perf_counter() - started)
+    return parts
+
+
+def build_with_engines(
+    job: Job, model_provider: Callable[..., Any] | None = None, *, log: TextIO | None = None
+) -> Parts:
+    """Build a run whose samples engines make, on these ranks or on others. Collective."""
+    inputs, engines = read_prompts(job), None
     if job.spec.roles.is_separate(ROLLOUT):
-        engines = start_engines(job, inputs.start(job).fingerprints, inputs.day)
-    models = build_models(job, inputs, model_provider, engines, log=log)
+        engines = start_engines(job, start_of(job, inputs).fingerprints, inputs.day)
+    make_store = SampleStore if engines is None else partial(RemoteSampleStore, engines)
+    models = build_models(
+        job, inputs, lambda: new_sample_store(job, make_store), model_provider, log=log
+    )
     watchdog = job.watchdog()
     timers = StageTimers(watchdog)
-    if isinstance(models.sample_store, DemonstrationStore):
-        rollouts: Rollouts = build_supervised(job, inputs, models, timers)
-    elif engines is None:
-        rollouts = build_rollouts(job, inputs, models, timers, log=log)
+    if engines is None:
+        rollouts: Rollouts = build_rollouts(job, inputs, models, timers, log=log)
     else:
         rollouts = connect_rollouts(job, inputs, models, timers, engines)
+    metrics = partial(sampled_metrics, prompts=inputs.prompts, rewards=job.spec.rewards)
+    return _parts(job, inputs, models, rollouts, metrics, timers, watchdog, log=log)
+
+
+def build_supervised(
+    job: Job, model_provider: Callable[..., Any] | None = None, *, log: TextIO | None = None
+) -> Parts:
+    """Build a run that learns the rows of a file. Collective."""
+    inputs = read_rows(job)
+    store = DemonstrationStore(job, inputs.prompts)
+    models = build_models(job, inputs, lambda: store, model_provider, log=log)
+    watchdog = job.watchdog()
+    timers = StageTimers(watchdog)
+    rows = SupervisedData(
+        job,
+        models.learner.actor,
+        store,
+        inputs.eval_prompts,
+        timers,
+        position=inputs.position(job, models.state.iteration),
+        weight_version=inputs.weight_version,
+    )
+    metrics = partial(supervised_metrics, aggregation=job.config.recipe.loss_aggregation)
+    return _parts(job, inputs, models, rows, metrics, timers, watchdog, log=log)
+
+
+def _parts(
+    job: Job,
+    inputs: Inputs[Any],
+    models: Models,
+    rollouts: Rollouts,
+    sample_metrics: SampleMetrics,
+    timers: StageTimers,
+    watchdog: StageWatchdog,
+    *,
+    log: TextIO | None,
+) -> Parts:
     saver = RunSaver(
         job,
         state=models.state,
@@ -199,59 +170,25 @@ def build(
         day=inputs.day,
         log=log,
     )
-    monitors = _monitors(job, models, rollouts, inputs.prompts, timers, watchdog)
-    _log_sizes(job, models)
-    if inputs.point is not None and inputs.point.rng is not None:
-        inputs.point.rng.restore()  # last, since building the parts above uses the generators
-    logger.info("model and engines ready after %.0f s", time.perf_counter() - started)
+    monitors = build_monitors(job, models, rollouts, sample_metrics, timers, watchdog)
     return Parts(inputs, models, rollouts, monitors, saver)
-
-
-def read_inputs(job: Job) -> Inputs:
-    """Read prompts and the checkpoint to resume from. Collective."""
-    day = _date(job)
-    prompts, eval_prompts = _read_prompts(job, day)
-    _require_same_prompts(prompts, job.config)
-    log_examples(prompts.parts[0] if isinstance(prompts, PromptSources) else prompts)
-    close_all()  # of the tokenizer: prompts are tokenised, and environments start another one
-    point = find_resume_point(job.spec, job.args, prompts, eval_prompts)
-    if point is not None:
-        prompts = prompts.begun(point.state.begin)
-    return Inputs(prompts, eval_prompts, day, point, _began_with(job, point), branch_of(job, point))
-
-
-def _read_prompts(job: Job, day: str) -> tuple[Drawn, Drawn | None]:
-    if not job.config.has_engines:
-        return read_supervised(job.spec, date=day)
-    return load_prompt_files(
-        job.config.data,
-        job.spec.checkpoint.folder,
-        per_step=job.config.trainer.num_prompts_per_step,
-        trust_remote_code=job.spec.trust_remote_code,
-        date=day,
-    )
 
 
 def build_models(
     job: Job,
-    inputs: Inputs,
+    inputs: Inputs[Any],
+    new_store: Callable[[], SampleStore],
     model_provider: Callable[..., Any] | None = None,
-    engines: RemoteRole | None = None,
     *,
     log: TextIO | None = None,
 ) -> Models:
-    """Build actor, critic and learner. Collective. `engines` are given if they have ranks of their
-    own."""
+    """Build actor, critic and learner. Collective. `new_store` makes the store of a step's samples
+    once the actor is built."""
     state, shards = build_actor(job, model_provider, log=log)
     # On ranks of their own they are built while the engines start.
     critic = critic_role(job, model_provider, iteration=state.iteration, log=log)
     teachers = teacher_roles(job, log=log)
-    sample_store: SampleStore
-    if isinstance(inputs.prompts, Demonstrations):
-        sample_store = DemonstrationStore(job, inputs.prompts)
-    else:
-        store = SampleStore if engines is None else partial(RemoteSampleStore, engines)
-        sample_store = new_sample_store(job, store)
+    sample_store = new_store()
     learner = build_learner(
         job,
         state,
@@ -259,7 +196,7 @@ def build_models(
         critic,
         inputs.point,
         teachers=teachers,
-        prompts=inputs.prompts if isinstance(inputs.prompts, PromptSources) else None,
+        prompts=inputs.prompts if job.config.has_engines else None,
         log=log,
         sample_store=sample_store,
     )
@@ -276,11 +213,16 @@ def build_models(
 
 
 def build_rollouts(
-    job: Job, inputs: Inputs, models: Models, timers: StageTimers, *, log: TextIO | None = None
+    job: Job,
+    inputs: Inputs[PromptSources],
+    models: Models,
+    timers: StageTimers,
+    *,
+    log: TextIO | None = None,
 ) -> Rollouts:
     """Start the engines, which sleep from here on, and build what samples with them. Collective."""
     offloader = build_offloader(job, models.state, models.critic)
-    start = inputs.start(job, models.state.iteration)
+    start = start_of(job, inputs, models.state.iteration)
     canary = build_canary(job, models.state, start.prompts)
     logger.info("the model is built; vLLM is imported and its engines are started")
     note_stage("starting the engines")
@@ -293,30 +235,16 @@ def build_rollouts(
     return LocalRollouts(sampling, manager, models.sample_store, reward_model)
 
 
-def build_supervised(
-    job: Job, inputs: Inputs, models: Models, timers: StageTimers
-) -> SupervisedData:
-    """Build what draws rows of a file in place of engines."""
-    held_out = inputs.eval_prompts
-    assert isinstance(models.sample_store, DemonstrationStore)
-    assert held_out is None or isinstance(held_out, Demonstrations)
-    return SupervisedData(
-        job,
-        models.learner.actor,
-        models.sample_store,
-        held_out,
-        timers,
-        position=inputs.position(job, models.state.iteration),
-        weight_version=inputs.weight_version,
-    )
-
-
 def connect_rollouts(
-    job: Job, inputs: Inputs, models: Models, timers: StageTimers, engines: RemoteRole
+    job: Job,
+    inputs: Inputs[PromptSources],
+    models: Models,
+    timers: StageTimers,
+    engines: RemoteRole,
 ) -> Rollouts:
     """Plan the hand-over with engines on other ranks, or connect to controllers. Collective."""
     assert isinstance(models.sample_store, RemoteSampleStore)
-    start = inputs.start(job, models.state.iteration)
+    start = start_of(job, inputs, models.state.iteration)
     note_stage("waiting for the engines")
     if inputs.branch is not None and dist.get_rank() == 0:
         inputs.branch.write(bank_folder(job))  # before the engines read the bank
@@ -335,94 +263,6 @@ def connect_rollouts(
     return rollouts
 
 
-def _date(job: Job) -> str:
-    """Return the date for chat templates, same on all ranks: the date of the run's first start, so
-    that a resumed run draws the same prompts. Collective."""
-    resumes = job.args.load is not None and not job.args.finetune
-    known = date_of_checkpoints(Path(job.args.load)) if resumes else None
-    day: str = objects.broadcast(known or date.today().isoformat())
-    return day
-
-
-def _require_same_prompts(prompts: Drawn, config: RLConfig) -> None:
-    """Raise UsageError on all ranks if machines have made different prompts. Collective."""
-    fingerprints = set(objects.all_gather(prompts.fingerprint))
-
-    def check() -> None:
-        if len(fingerprints) > 1:
-            raise UsageError(
-                "gives other prompts on some machines (files, tokenizers or libraries differ)",
-                flag=f"--rl-prompts {config.data.prompts}",
-                remedy="give all machines the same",
-            )
-
-    agreed_in_world(check)
-
-
-def _began_with(job: Job, point: ResumePoint | None) -> str:
-    """Return the run's `TrainerState.began_with`. Collective."""
-    if point is not None:
-        return point.state.began_with
-    if job.spec.lora is None and megatron_checkpoint.loads_checkpoint(job.args):
-        return LOADED
-    return fingerprint(job.spec.checkpoint)
-
-
-def _monitors(
-    job: Job,
-    models: Models,
-    rollouts: Rollouts,
-    prompts: Drawn,
-    timers: StageTimers,
-    watchdog: StageWatchdog,
-) -> Monitors:
-    """Build recorder and tracer, and let all monitors observe the hand-over."""
-    first_step, sample_store, learner = models.state.iteration, models.sample_store, models.learner
-    expert_load = None
-    if job.spec.routed_layers is not None:
-        expert_load = ExpertLoad(
-            models.state.chunks,
-            job.spec.routed_layers,
-            replay=learner.actor.replay,
-            of_rollout=None if sample_store.routed is None else sample_store.load,
-        )
-    recorder = RunRecorder(
-        job,
-        first_step=first_step,
-        device=models.shards.device,
-        timers=timers,
-        rates=learner.rates,
-        expert_load=expert_load,
-        sample_store=sample_store,
-        prompts=prompts,
-    )
-    timers.on_stage_end.append(recorder.note_stage)
-    tracer = _tracer(job, first_step)
-    manager = rollouts.manager
-    manager.on_reshard_start += [
-        lambda report: watchdog.enter(f"hand-over {report.direction}"),
-    ]
-    manager.on_reshard_end += [
-        lambda _: watchdog.leave(),
-        recorder.note_reshard,
-    ]
-    tracer.start()
-    return Monitors(timers, watchdog, recorder, tracer)
-
-
-def _tracer(job: Job, first_step: int) -> Tracer:
-    rank, layout = dist.get_rank(), job.spec.train_layout
-    return Tracer(
-        job.config.run.trace,
-        first_step=first_step,
-        num_steps_left=job.config.trainer.num_steps - first_step,
-        folder=job.config.run.directory / "trace",
-        rank=rank,
-        label=f"tp{layout.tp_rank(rank)} pp{layout.pp_rank(rank)} "
-        f"cp{layout.cp_rank(rank)} dp{layout.dp_rank(rank)}",
-    )
-
-
 def _log_sizes(job: Job, models: Models) -> None:
     """Log the sizes of the updates (waits for a critic on ranks of its own) and the memory that
     flags save for the models on these ranks."""
@@ -439,58 +279,3 @@ def _log_sizes(job: Job, models: Models) -> None:
         lines += memory_lines(model_of_args(config, args, *trained, name="critic"))
     for line in (*describe(accounting), *lines):
         logger.info("%s", line)
-
-
-def build_manager(
-    job: Job,
-    shards: Any,
-    engine: VLLMEngine,
-    *,
-    canary: Canary | None = None,
-    offloader: Offloader | None = None,
-) -> MegatronVLLMShardingManager:
-    """Build the sharding manager of a job; the engine sleeps from here on. Collective."""
-    return MegatronVLLMShardingManager(
-        shards,
-        engine,
-        job.spec.checkpoint.tensors,
-        job.spec.train_layout,
-        job.spec.rollout_layout,
-        hand_over_options(job),
-        offloader=offloader,
-        canary=canary,
-        carried=None if engine.drafter is None else CarriedTensors(job.spec.checkpoint),
-        adapters=served_adapters(engine.config),
-    )
-
-
-def build_offloader(
-    job: Job, state: megatron_adapter.TrainState, critic: Role | None = None
-) -> Offloader:
-    """Build the offloader of `--rl-offload` for the actor, and for a critic on these ranks."""
-    has_cuda = torch.cuda.is_available()
-    states = [state, critic.served.model.state] if isinstance(critic, LocalRole) else [state]
-
-    def train_tensors() -> dict[str, list[tuple[str, torch.Tensor]]]:
-        by_kind: dict[str, list[tuple[str, torch.Tensor]]] = {}
-        for each in states:
-            for kind, tensors in megatron_adapter.train_tensors(each).items():
-                by_kind.setdefault(kind, []).extend(tensors)
-        return by_kind
-
-    return Offloader(
-        train_tensors,
-        offload_kinds(job.config.weight_sync.offload, vars(job.args), has_cuda=has_cuda),
-        device=state.device,
-        at_start=kinds_at_start(vars(job.args)),
-        keep_gradients=job.config.weight_sync.offload_keep_gradients,
-    )
-
-
-def build_canary(
-    job: Job, state: megatron_adapter.TrainState, prompts: PromptSources
-) -> Canary | None:
-    """Build the canary of `--rl-canary-interval`, over the first of `prompts`."""
-    # vLLM scores prompts untempered, at any sampling temperature of the policy.
-    log_probs = Actor(job, state, temperature=1.0).log_probs
-    return make_canary(job, log_probs, prompts, job.micro_batching().count_multiple_of)

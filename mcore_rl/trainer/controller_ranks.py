@@ -26,8 +26,7 @@ from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.hybrid_engine.remote.server_engine import ServerEngine, ServersConfig
 from mcore_rl.moe.routing import R3
 from mcore_rl.observe.timeline import IDLE, UPDATE
-from mcore_rl.rollout.ahead import AheadSampler
-from mcore_rl.rollout.collector import Collected
+from mcore_rl.rollout.sampler import Collected
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.sampling import Start
 from mcore_rl.trainer.sampling_ranks import SamplingRanks, serve_sampling
@@ -66,7 +65,6 @@ class ControllerRanks(SamplingRanks):
     """Servers as one engine of each controller; the weights come without its help."""
 
     _engine: ServerEngine
-    _ahead: AheadSampler
 
     def __init__(self, job: Job, log: TextIO | None, start: Start) -> None:
         super().__init__(job, _server_engine(job), start, log)
@@ -76,7 +74,7 @@ class ControllerRanks(SamplingRanks):
         """Stop sampling, before the weights change. Returns the servers that all controllers can
         reach, for how long the trainers have waited for samples since the last token, and why
         servers were excluded."""
-        self._ahead.pause()
+        self._sampler.pause()
         self._activity.begin(UPDATE)
         reached = objects.all_gather(self._engine.begin_update())
         if objects.on_any(self._engine.has_sampled):
@@ -105,7 +103,7 @@ class ControllerRanks(SamplingRanks):
         return {} if objects.on_any(self._is_stuck()) else done
 
     def _collected(self, weight_version: int) -> Collected | None:
-        collected = self._ahead.collect_unless(weight_version, self._is_stuck)
+        collected = self._sampler.collect_unless(weight_version, self._is_stuck)
         if collected is None:
             return None
         self._wait.end()
@@ -121,7 +119,7 @@ class ControllerRanks(SamplingRanks):
 
     def abandon_step(self) -> None:
         """Count the step whose `collect` returned nothing as not begun."""
-        self._ahead.abandon_step()
+        self._sampler.abandon_step()
 
 
 def _server_engine(job: Job) -> ServerEngine:

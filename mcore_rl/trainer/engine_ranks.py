@@ -39,8 +39,7 @@ class EngineRanks(SamplingRanks):
     def update(self, *, weight_version: int) -> dict[str, Any]:
         """Receive the actor's weights, with the actor's ranks. Returns the largest numbers of bytes
         and tensors of any engine."""
-        if self._ahead is not None:
-            self._ahead.pause()
+        self._sampler.pause()
         self._activity.begin(UPDATE)
         report = self._hand_over.run(weight_version)
         layout, seed = self._job.spec.rollout_layout, self._job.args.seed

@@ -1,23 +1,30 @@
-"""Engines, hand-overs and canaries of a job, from its flags."""
+"""Engines, hand-overs, offloading and canaries of a job, from its flags."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from mcore_rl.data.prompts import PromptSources
 from mcore_rl.hybrid_engine.hand_over import HandOver
+from mcore_rl.hybrid_engine.memory.offload import Offloader, kinds_at_start, offload_kinds
 from mcore_rl.hybrid_engine.proof.canary import NUM_PROMPTS, Canary, LogProbs
+from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.hybrid_engine.vllm.startup import EngineConfig
 from mcore_rl.hybrid_engine.weight_stream import HandOverOptions
+from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.carried import CarriedTensors
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.lora import ADAPTERS, factor_shapes
 from mcore_rl.model.speculation import parse_speculation
 from mcore_rl.model.tensors import TensorInfo
 from mcore_rl.moe.routing import R3
+from mcore_rl.trainer.actor import Actor
 from mcore_rl.trainer.job import Job
+from mcore_rl.trainer.roles.remote import LocalRole, Role
 
 # Engines take minutes to start. A process that is gone ends the connections of the others.
 _PATIENCE_SECONDS = 7.0 * 24 * 3600
@@ -81,7 +88,7 @@ def hand_over(
     drafts = speculation is not None and speculation.has_drafter
     return HandOver(
         job.spec.checkpoint.tensors,
-        job.spec.train_layout,
+        None,
         hand_over_options(job),
         shards=shards,
         engine=engine,
@@ -136,3 +143,58 @@ def make_canary(
         tolerance=options.canary_tolerance,
         count_multiple_of=count_multiple_of,
     )
+
+
+def build_manager(
+    job: Job,
+    shards: Any,
+    engine: VLLMEngine,
+    *,
+    canary: Canary | None = None,
+    offloader: Offloader | None = None,
+) -> MegatronVLLMShardingManager:
+    """Build the sharding manager of a job; the engine sleeps from here on. Collective."""
+    return MegatronVLLMShardingManager(
+        shards,
+        engine,
+        job.spec.checkpoint.tensors,
+        job.spec.train_layout,
+        job.spec.rollout_layout,
+        hand_over_options(job),
+        offloader=offloader,
+        canary=canary,
+        carried=None if engine.drafter is None else CarriedTensors(job.spec.checkpoint),
+        adapters=served_adapters(engine.config),
+    )
+
+
+def build_offloader(
+    job: Job, state: megatron_adapter.TrainState, critic: Role | None = None
+) -> Offloader:
+    """Build the offloader of `--rl-offload` for the actor, and for a critic on these ranks."""
+    has_cuda = torch.cuda.is_available()
+    states = [state, critic.served.model.state] if isinstance(critic, LocalRole) else [state]
+
+    def train_tensors() -> dict[str, list[tuple[str, torch.Tensor]]]:
+        by_kind: dict[str, list[tuple[str, torch.Tensor]]] = {}
+        for each in states:
+            for kind, tensors in megatron_adapter.train_tensors(each).items():
+                by_kind.setdefault(kind, []).extend(tensors)
+        return by_kind
+
+    return Offloader(
+        train_tensors,
+        offload_kinds(job.config.weight_sync.offload, vars(job.args), has_cuda=has_cuda),
+        device=state.device,
+        at_start=kinds_at_start(vars(job.args)),
+        keep_gradients=job.config.weight_sync.offload_keep_gradients,
+    )
+
+
+def build_canary(
+    job: Job, state: megatron_adapter.TrainState, prompts: PromptSources
+) -> Canary | None:
+    """Build the canary of `--rl-canary-interval`, over the first of `prompts`."""
+    # vLLM scores prompts untempered, at any sampling temperature of the policy.
+    log_probs = Actor(job, state, temperature=1.0).log_probs
+    return make_canary(job, log_probs, prompts, job.micro_batching().count_multiple_of)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -55,6 +56,18 @@ from mcore_rl.trainer.roles.teacher_server import TeacherServer
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The trained models on this rank."""
+
+    state: megatron_adapter.TrainState  # of the actor
+    shards: ModelShards
+    critic: Role | None
+    teachers: tuple[Role, ...]  # that are not swapped into the actor
+    learner: Learner
+    sample_store: SampleStore
+
+
 def build_actor(
     job: Job,
     model_provider: Callable[..., Any] | None = None,
@@ -83,7 +96,14 @@ def build_actor(
     lora = job.spec.lora
     if lora is not None:
         layout = job.spec.train_layout
-        provider = with_adapters(provider, lora, job.spec.shape, layout, seed=job.args.seed)
+        provider = with_adapters(
+            provider,
+            lora,
+            job.spec.shape,
+            layout,
+            seed=job.args.seed,
+            dithers=job.config.trainer.dither,
+        )
     with megatron_adapter.megatron_output_to(log):
         state = megatron_adapter.setup(provider)
     shards = ModelShards(
@@ -92,6 +112,7 @@ def build_actor(
         job.spec.train_layout,
         dist.get_rank(),
         job.spec.checkpoint.tensors,
+        dithers=job.config.trainer.dither,
     )
     check_complete(job.spec.checkpoint, set().union(*objects.all_gather(shards.tensors())))
     is_loaded = megatron_checkpoint.loads_checkpoint(job.args)
@@ -102,6 +123,9 @@ def build_actor(
                 agreed_in_world(lambda: load_adapter(state.chunks, Path(folder), lora))
             megatron_adapter.reload_main_params(state)
         logger.info("read %.1f MB of %s", num_bytes / 1e6, job.spec.checkpoint.folder)
+    has_main_params = is_loaded and not (job.args.finetune or job.args.no_load_optim)
+    if job.config.trainer.dither and not has_main_params:
+        megatron_adapter.dither_main_params(state)
     if lora is not None:
         logger.info("LoRA: %s; %d parameters are trained", lora.describe(), lora.num_parameters)
     return state, shards

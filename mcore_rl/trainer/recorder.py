@@ -25,8 +25,6 @@ from mcore_rl.common.megatron_version import PACKAGE as MEGATRON
 from mcore_rl.common.megatron_version import check_megatron, commit_of
 from mcore_rl.common.version import VERSION
 from mcore_rl.config import RLConfig
-from mcore_rl.data.demonstrations import Drawn
-from mcore_rl.data.prompts import PromptSources
 from mcore_rl.data.row_notes import as_learned
 from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, OffloadLog, ReshardReport, log_reshard
 from mcore_rl.model.roles import ROLLOUT
@@ -40,18 +38,12 @@ from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.timeline import ENGINES, IDLE, TRAINER, Timeline
 from mcore_rl.observe.user_metrics import has_metrics, user_metrics
 from mcore_rl.rewards.parts import WaitLog
-from mcore_rl.rollout.collector import Collected
 from mcore_rl.rollout.sample_store import SampleStore
+from mcore_rl.rollout.sampler import Collected
+from mcore_rl.trainer.actor import UpdateStats
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.learner import Updates
-from mcore_rl.trainer.step_metrics import (
-    measured,
-    rollout_metrics,
-    source_metrics,
-    update_metrics,
-    value_metrics,
-)
-from mcore_rl.trainer.supervised import supervised_metrics
+from mcore_rl.trainer.step_metrics import measured, value_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -96,6 +88,10 @@ class HealthWatch:
         return stop[0]
 
 
+# Metrics of a step's samples and of the updates that they were for.
+SampleMetrics = Callable[[SampleTable, Sequence[UpdateStats]], dict[str, float]]
+
+
 class RunRecorder:
     """The recorder of a run: measures on all ranks, writes and logs on the first."""
 
@@ -109,17 +105,17 @@ class RunRecorder:
         rates: Callable[[], dict[str, float]],
         expert_load: ExpertLoad | None,
         sample_store: SampleStore,
-        prompts: Drawn,
+        sample_metrics: SampleMetrics,
     ) -> None:
         """`rates` returns the schedules' values, `device` is the groups' communication device,
-        `sample_store` has the step's samples, `prompts` are those of training."""
+        `sample_store` has the step's samples."""
         self._job, self._first_step, self._device = job, first_step, device
         self._step = first_step
         self._timers, self._rates, self._expert_load = timers, rates, expert_load
-        self._rewards, self._prompts, self._sample_store = job.spec.rewards, prompts, sample_store
+        self._sample_metrics, self._sample_store = sample_metrics, sample_store
         self._reshards: dict[str, ReshardReport] = {}
         self._offload_log = OffloadLog()
-        self._reward_wait_log = WaitLog(self._rewards.names)
+        self._reward_wait_log = WaitLog(job.spec.rewards.names)
         is_first = dist.get_rank() == 0
         self._directory: RunDirectory | None = None
         if is_first:
@@ -167,7 +163,7 @@ class RunRecorder:
         Collective. Returns whether an alarm ends the run."""
         table = collected.table
         metrics = {
-            **self._sample_metrics(table, updates),
+            **self._sample_metrics(table, updates.actor),
             **collected.metrics,
             **value_metrics(updates.critic),
             **batch.metrics,
@@ -195,17 +191,6 @@ class RunRecorder:
             draws = table.draws[: len(logged)].tolist()
             self._write(self._directory, step, samples, draws, metrics)
         return stop
-
-    def _sample_metrics(self, table: SampleTable, updates: Updates) -> dict[str, float]:
-        if not self._job.config.has_engines:
-            aggregation = self._job.config.recipe.loss_aggregation
-            return supervised_metrics(table, updates.actor, aggregation)
-        assert isinstance(self._prompts, PromptSources), "engines sample prompts"
-        return {
-            **rollout_metrics(table),
-            **source_metrics(table, self._prompts, self._rewards),
-            **update_metrics(updates.actor),
-        }
 
     def _write(
         self,

@@ -12,8 +12,8 @@ from typing import Protocol, Self
 
 from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.switch_report import Hook
-from mcore_rl.rollout.collector import Collected, Collector
 from mcore_rl.rollout.sample_store import SampleStore
+from mcore_rl.rollout.sampler import Collected
 from mcore_rl.trainer.roles.remote import Role
 from mcore_rl.trainer.sampling import Sampling
 
@@ -96,13 +96,12 @@ class LocalRollouts(Rollouts):
         reward_model: Role | None,
     ) -> None:
         self.sampling, self.manager, self.sample_store = sampling, manager, sample_store
-        assert isinstance(sampling.collector, Collector), "engines here cannot sample ahead"
-        self.reward_model, self._collector = reward_model, sampling.collector
+        self.reward_model, self._sampler = reward_model, sampling.sampler
         self._prefetch = manager.prefetch
 
     @property
     def position(self) -> int:
-        return self._collector.position
+        return self._sampler.position
 
     def sample_eval(self, step: int, weight_version: int) -> None:
         assert self.sampling.evaluator is not None, "there are no held-out prompts"
@@ -113,13 +112,13 @@ class LocalRollouts(Rollouts):
         return {} if evaluator is None else evaluator.metrics()
 
     def collect(self, weight_version: int) -> Collected:
-        return self._collector.collect(weight_version, self._prefetch)
+        return self._sampler.collect(weight_version, self._prefetch)
 
     def undo(self) -> None:
-        self._collector.undo()
+        self._sampler.undo()
 
     def save(self, folder: Path) -> None:
-        self._collector.save(folder)
+        self._sampler.save(folder)
 
     def saved(self) -> None:
         """Do nothing: no other copy exists."""

@@ -10,21 +10,19 @@ from typing import Any
 import torch.distributed as dist
 
 from mcore_rl.common import objects
-from mcore_rl.common.agreement import agreed_in_world
 from mcore_rl.data.options import NO_CURRICULUM
 from mcore_rl.data.prompts import PromptSources
 from mcore_rl.environments.conversation import ConversationTokens
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine
 from mcore_rl.observe.stage_timers import StageTimers
-from mcore_rl.rollout.ahead import AheadSampler
 from mcore_rl.rollout.branch import Branch
-from mcore_rl.rollout.collector import Collector
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.curriculum import Curriculum
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.evaluation import Evaluator
 from mcore_rl.rollout.sample_store import SampleStore
+from mcore_rl.rollout.sampler import Sampler
 from mcore_rl.rollout.turn_reader import TurnReader
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.resume.point import ResumePoint
@@ -38,13 +36,12 @@ class Sampling:
 
     engine: SamplingEngine
     workers: RolloutWorkers
-    collector: Collector | AheadSampler
+    sampler: Sampler
     evaluator: Evaluator | None  # None without held-out prompts
 
     def close(self) -> None:
         """End the engine, and processes of rewards and environments."""
-        if isinstance(self.collector, AheadSampler):
-            self.collector.close()
+        self.sampler.close()
         if self.evaluator is not None:
             self.evaluator.workers.close()
         self.workers.close()
@@ -93,10 +90,7 @@ def build_sampling(
 ) -> Sampling:
     """Build what samples with the engines. Collective over their ranks."""
     workers = _workers(job, engine, sample_store, reward_model, start.day)
-    if job.config.rollout.samples_ahead:
-        collector: Collector | AheadSampler = _ahead(job, engine, workers, sample_store, start)
-    else:
-        collector = _collector(job, workers, sample_store, start, timers)
+    sampler = _sampler(job, workers, start, timers)
     evaluator = None
     if start.eval_prompts is not None:
         evaluator = Evaluator(
@@ -111,7 +105,7 @@ def build_sampling(
             seed=job.args.seed,
             timers=timers,
         )
-    return Sampling(engine, workers, collector, evaluator)
+    return Sampling(engine, workers, sampler, evaluator)
 
 
 def _workers(
@@ -131,17 +125,11 @@ def _workers(
     )
 
 
-def _collector(
-    job: Job,
-    workers: RolloutWorkers,
-    sample_store: SampleStore,
-    start: Start,
-    timers: StageTimers,
-) -> Collector:
+def _sampler(job: Job, workers: RolloutWorkers, start: Start, timers: StageTimers) -> Sampler:
     kind, curriculum, seed = job.config.data.curriculum, None, job.args.seed
     if kind != NO_CURRICULUM:
         curriculum = Curriculum(start.prompts, kind, seed=seed, position=start.position)
-    collector = Collector(
+    return Sampler(
         workers,
         start.prompts,
         job.config.recipe,
@@ -151,34 +139,8 @@ def _collector(
         seed=seed,
         timers=timers,
         position=start.position,
-        sample_store=sample_store,
         curriculum=curriculum,
-    )
-    if start.folder is not None:
-        agreed_in_world(partial(collector.restore, start.folder))
-    return collector
-
-
-def _ahead(
-    job: Job,
-    engine: SamplingEngine,
-    workers: RolloutWorkers,
-    sample_store: SampleStore,
-    start: Start,
-) -> AheadSampler:
-    return AheadSampler(
-        engine,
-        workers,
-        start.prompts,
-        job.config.recipe,
-        job.config.rollout,
-        job.spec.rewards,
-        job.spec.rollout_layout,
-        num_prompts_per_step=job.config.trainer.num_prompts_per_step,
-        seed=job.args.seed,
-        position=start.position,
-        sample_store=sample_store,
-        bank=bank_folder(job),
+        bank=bank_folder(job) if job.config.rollout.samples_ahead else None,
         folder=start.folder,
         origin=[start.branch, start.began_with, *_environment_facts(job.spec.environment)],
     )

@@ -8,7 +8,7 @@
     save, undo, close ── message ─────────────────► state of the sampling
 
 The actor waits for each answer. Between two calls these ranks wait for the next one, or sample
-ahead (`rollout.ahead`).
+ahead (`rollout.sampler`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,8 @@ from mcore_rl.data.tokenizer_process import close_all
 from mcore_rl.hybrid_engine.vllm.sampling_engine import SamplingEngine
 from mcore_rl.model.roles import ROLLOUT
 from mcore_rl.observe.stage_timers import StageTimers
-from mcore_rl.observe.timeline import EVALUATION, IDLE, SAMPLING, Activity
-from mcore_rl.rollout.ahead import AheadSampler
-from mcore_rl.rollout.collector import Collected, Collector
+from mcore_rl.observe.timeline import EVALUATION, IDLE, Activity
+from mcore_rl.rollout.sampler import Collected, Sampler
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.models import new_sample_store, reward_role
 from mcore_rl.trainer.roles.remote import serve
@@ -56,8 +55,8 @@ class SamplingRanks:
         self._reward_model = reward_role(job, log=log)
         self._timers = StageTimers()
         self._table: SampleTable | None = None  # of the last step
-        self._ahead: AheadSampler | None = None
         self._activity = Activity()
+        self._is_connected = False
 
     def connect(
         self,
@@ -84,14 +83,12 @@ class SamplingRanks:
         self._sampling = build_sampling(
             self._job, self._engine, self._sample_store, self._reward_model, start, self._timers
         )
-        if isinstance(self._sampling.collector, AheadSampler):
-            self._ahead = self._sampling.collector
-            self._activity = self._ahead.activity
-        ahead = self._ahead
-        return {
-            "num_banked": 0 if ahead is None else ahead.num_banked,
-            "skipped": [] if ahead is None else ahead.skipped,
-        }
+        self._activity, self._is_connected = self._sampler.activity, True
+        return {"num_banked": self._sampler.num_banked, "skipped": self._sampler.skipped}
+
+    @property
+    def _sampler(self) -> Sampler:
+        return self._sampling.sampler
 
     def sample_eval(self, *, step: int, weight_version: int) -> dict[str, Any]:
         """Sample the held-out prompts. Returns nothing if that needs another update."""
@@ -119,20 +116,14 @@ class SamplingRanks:
         collected = replace(collected, metrics=collected.metrics | idle, engine_spans=spans)
         return {
             "collected": torch.from_numpy(objects.as_bytes(collected).copy()),
-            "position": self._sampling.collector.position,
+            "position": self._sampler.position,
             "reward_seconds": self._timers["reward"],
             "load": self._load(),
         }
 
     def _collected(self, weight_version: int) -> Collected | None:
         """Return a step's samples."""
-        if self._ahead is not None:
-            return self._ahead.collect(weight_version)
-        assert isinstance(self._sampling.collector, Collector)
-        self._activity.begin(SAMPLING)
-        collected = self._sampling.collector.collect(weight_version, lambda: None)
-        self._activity.begin(IDLE)
-        return collected
+        return self._sampler.collect(weight_version)
 
     def _load(self) -> torch.Tensor:
         """Return `[m, e]` int64: how often all engines chose each expert in the last step."""
@@ -159,23 +150,22 @@ class SamplingRanks:
 
     def undo(self) -> dict[str, Any]:
         """Discard the last step. Returns the position before it."""
-        self._sampling.collector.undo()
-        return {"position": self._sampling.collector.position}
+        self._sampler.undo()
+        return {"position": self._sampler.position}
 
     def save(self, *, folder: str) -> None:
         """Write the state of the sampling."""
-        self._sampling.collector.save(Path(folder))
+        self._sampler.save(Path(folder))
         objects.barrier()  # the answer, which the first rank sends, says that all have written
 
     def saved(self) -> None:
         """Remove from the bank what the checkpoint that is now complete has trained on."""
-        if self._ahead is not None:
-            self._ahead.saved()
+        self._sampler.saved()
 
     def work_until(self, is_called: Callable[[], bool]) -> None:
-        """Sample ahead until a call has begun."""
-        if self._ahead is not None:
-            self._ahead.work_until(is_called)
+        """Sample ahead until a call has begun; nothing before `connect`."""
+        if self._is_connected:
+            self._sampler.work_until(is_called)
 
     def close(self) -> None:
         """End the engine, and processes of rewards and environments. Not called by the actor."""

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from mcore_rl.common import objects
 from mcore_rl.data.demonstrations import Drawn
 from mcore_rl.megatron import adapter as megatron_adapter
+from mcore_rl.megatron import background
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.observe.run_directory import read_metrics
 from mcore_rl.observe.stage_timers import StageTimers
@@ -73,6 +74,8 @@ class RunSaver:
     def save_if_due(self, step: int) -> None:
         """Save if `SaveRule` says so; `step` is the last one, counted from 0."""
         self._advance(waits=False)
+        if self._job.args.async_save:
+            background.reserve(self._state)
         # One clock for all ranks.
         if objects.broadcast(self._rule.is_due(step + 1, time.monotonic() - self._last)):
             self._begin(step + 1)

@@ -25,8 +25,8 @@ from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.roles import ROLLOUT
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.timeline import IDLE, Activity
-from mcore_rl.rollout.collector import Collected
 from mcore_rl.rollout.sample_store import SampleStore
+from mcore_rl.rollout.sampler import Collected
 from mcore_rl.trainer.controller_ranks import NAME as CONTROLLERS
 from mcore_rl.trainer.engine_ranks import NAME, EngineRanks
 from mcore_rl.trainer.hand_overs import hand_over

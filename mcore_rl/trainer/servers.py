@@ -41,6 +41,7 @@ from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.observe.timeline import IDLE
 from mcore_rl.trainer.controller_ranks import ControllerRanks
+from mcore_rl.trainer.hand_overs import hand_over_options
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.roles.remote import RemoteRole
 from mcore_rl.trainer.rollouts import NoServersLeft
@@ -300,12 +301,10 @@ class ServerSync:
         return faults
 
     def _engine(self, urls: Sequence[str]) -> MegatronTrainerWeightTransferEngine:
-        rollout, options = self._job.config.rollout, self._job.config.weight_sync
-        info = MegatronTrainerInitInfo(
-            rank=dist.get_rank(),
-            bucket_bytes=options.reshard_bucket_mb << 20,
-            attest=options.attest,
-        )
+        rollout = self._job.config.rollout
+        # Servers are on machines of their own: ranks are near each other by host name.
+        options = replace(hand_over_options(self._job), ranks_per_node=None)
+        info = MegatronTrainerInitInfo(rank=dist.get_rank(), options=options)
         clients = [
             HTTPEngineClient(url, header_env=rollout.rollout_servers_header_env) for url in urls
         ]
@@ -344,6 +343,7 @@ def _joined(reports: Sequence[UpdateReport], version: int, seconds: float) -> Re
         seconds,
         received_bytes=max(max(each.received_bytes) for each in reports),
         lower_bound_bytes=max(max(each.needed_bytes) for each in reports),
+        repeated=any(each.repeated for each in reports),
     )
 
 

@@ -25,7 +25,7 @@ from mcore_rl.hybrid_engine.switch_report import ReshardReport
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rewards.parts import part_metrics
 from mcore_rl.rewards.specs import RewardSpec
-from mcore_rl.rollout.collector import Collected
+from mcore_rl.rollout.sampler import Collected
 from mcore_rl.trainer.actor import UpdateStats
 from mcore_rl.trainer.roles.critic import ValueUpdateStats
 
@@ -74,6 +74,21 @@ def source_metrics(
             metrics[f"source/{name}/reward_mean"] = float(own_rewards.mean())
             metrics[f"source/{name}/accuracy"] = float((own_rewards >= 1.0).mean())
     return metrics
+
+
+def sampled_metrics(
+    table: SampleTable,
+    updates: Sequence[UpdateStats],
+    *,
+    prompts: PromptSources,
+    rewards: RewardSpec,
+) -> dict[str, float]:
+    """Return the metrics of a step's samples and of the updates for them."""
+    return {
+        **rollout_metrics(table),
+        **source_metrics(table, prompts, rewards),
+        **update_metrics(updates),
+    }
 
 
 def update_metrics(updates: Sequence[UpdateStats]) -> dict[str, float]:

@@ -26,7 +26,7 @@ from mcore_rl.data.demonstrations import Demonstrations, load_supervised_files
 from mcore_rl.data.prompts import prompt_indices
 from mcore_rl.hybrid_engine.switch_report import Hook
 from mcore_rl.observe.stage_timers import StageTimers
-from mcore_rl.rollout.collector import Collected
+from mcore_rl.rollout.sampler import Collected
 from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.actor import Actor, UpdateStats
 from mcore_rl.trainer.demonstration_store import DemonstrationStore

@@ -8,8 +8,9 @@ that it does not have; memory that training changes meanwhile is held twice. The
 makes another CUDA context on the rank's device and reads tensors there by CUDA's IPC; tensors in
 host memory it reads while training changes them.
 
-Why safe: the rank copies its part in host memory, and a thread sends it to a fresh process that
-writes it (`shard_file`), by the function of PyTorch that Megatron's writers call. That process has
+Why safe: the rank copies its part into host memory that it keeps for the next save, since memory
+that is new to a process costs ten times the copy. A thread sends it to a fresh process that writes
+it (`shard_file`), by the function of PyTorch that Megatron's writers call. That process has
 no device, no connection and no lock of the rank, and ends with it. Plan, files, metadata and
 finalization are Megatron's, which learns of a failure from the same results. Synchronous saves use
 `streamed_saving`.
@@ -24,15 +25,18 @@ Versions: megatron-core 0.18 to 0.20.
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from mcore_rl.patches.registry import Patch, require, require_parameters
@@ -41,6 +45,9 @@ _PROGRAM = Path(__file__).with_name("shard_file.py")
 _ROOT = Path(__file__).resolve().parents[2]
 _sender = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # writing to a pipe frees the GIL
 _process: subprocess.Popen[bytes] | None = None
+_buffers: list[mmap.mmap] = []  # of files that are written
+_reservation: threading.Thread | None = None
+_ALIGNMENT = 64  # bytes
 digests: dict[Path, str] = {}  # SHA-256 of files that were written; whoever needs one removes it
 
 
@@ -62,6 +69,23 @@ def apply() -> None:
     writer.retrieve_write_results = _results
 
 
+def reserve(num_bytes: int) -> None:
+    """Start to make the buffer of the first file, of at most `num_bytes`. A thread touches its
+    pages while the rank does other work, so that the first copy need not."""
+    global _reservation
+    if _reservation is None:
+        _reservation = threading.Thread(target=_reserve, args=(num_bytes,), daemon=True)
+        _reservation.start()
+
+
+def _reserve(num_bytes: int) -> None:
+    buffer = _new_buffer(num_bytes)
+    pages = np.frombuffer(buffer, np.uint8)[:: mmap.PAGESIZE]
+    for begin in range(0, len(pages), 1 << 14):  # without the GIL
+        pages[begin : begin + (1 << 14)] = 0
+    _buffers.append(buffer)
+
+
 class StagedFile:
     """A file of which a copy is in host memory, to be written by this rank's process."""
 
@@ -69,35 +93,73 @@ class StagedFile:
         """Copy the content. `items` are PyTorch's `WriteItem`, each with its tensor, on any device,
         or an `io.BytesIO`."""
         self.path = path
-        contents = [data if torch.is_tensor(data) else data.getvalue() for _, data in items]
-        self._contents = list(zip((item for item, _ in items), _copies(contents), strict=True))
+        contents = [_plain(data) for _, data in items]
+        tensors = [content for content in contents if isinstance(content, torch.Tensor)]
+        self._buffer = _buffer_of(sum(map(_padded_bytes, tensors)))
+        copies = iter(_copies(tensors, self._buffer))
+        self._contents = [
+            (item, content if isinstance(content, bytes) else next(copies))
+            for (item, _), content in zip(items, contents, strict=True)
+        ]
 
     def start(self) -> Future[tuple[list[Any], str]]:
         """Start writing; the result is PyTorch's and the SHA-256 of the file, or RuntimeError.
         Raises OSError."""
-        self.written = _sender.submit(_written, _writer_process(), self.path, self._contents)
+        self.written = _sender.submit(self._write, _writer_process())
         return self.written
 
-
-def _copies(contents: Sequence[torch.Tensor | bytes]) -> list[torch.Tensor | bytes]:
-    """Return the contents with copies of all tensors."""
-    # Memory that is new to the process costs more time than the copy, on each core.
-    threads = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    if any(isinstance(content, torch.Tensor) and content.is_cuda for content in contents):
-        threads = 1  # in the order of the device's work
-    with ThreadPoolExecutor(min(threads, 8)) as pool:
-        return list(pool.map(_copy, contents))
+    def _write(self, process: subprocess.Popen[bytes]) -> tuple[list[Any], str]:
+        try:
+            return _written(process, self.path, self._contents)
+        finally:
+            self._contents.clear()
+            _buffers.append(self._buffer)
 
 
-def _copy(content: torch.Tensor | bytes) -> torch.Tensor | bytes:
-    if isinstance(content, bytes):
-        return content
+def _plain(content: Any) -> torch.Tensor | bytes:
+    """Return the bytes of an `io.BytesIO`, or a tensor as it is saved."""
+    if not torch.is_tensor(content):
+        return bytes(content.getvalue())
     tensor = content.detach()
     if tensor.is_cuda and "dequantize" in type(tensor).__dict__:  # Transformer Engine's
         tensor = tensor.dequantize()
-    if tensor.is_cuda:
-        return tensor.cpu().contiguous()
-    return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def _padded_bytes(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _buffer_of(num_bytes: int) -> mmap.mmap:
+    """Return the smallest free buffer of this size, or a new one."""
+    if _reservation is not None:
+        _reservation.join()
+    found = [buffer for buffer in _buffers if len(buffer) >= num_bytes]
+    if found:
+        buffer = min(found, key=len)
+        _buffers.remove(buffer)
+        return buffer
+    return _new_buffer(num_bytes)
+
+
+def _new_buffer(num_bytes: int) -> mmap.mmap:
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    return mmap.mmap(-1, max(num_bytes, _ALIGNMENT), flags=private)
+
+
+def _copies(tensors: Sequence[torch.Tensor], buffer: mmap.mmap) -> list[torch.Tensor]:
+    """Return copies of the tensors in the buffer, one after the other."""
+    memory, begin, copies = torch.frombuffer(buffer, dtype=torch.uint8), 0, []
+    for tensor in tensors:
+        part = memory[begin : begin + tensor.nbytes]
+        copies.append(part.view(tensor.dtype).view(tensor.shape))
+        begin += _padded_bytes(tensor)
+    # Pages of a new buffer cost more time than the copy, on each core.
+    threads = max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    if any(tensor.is_cuda for tensor in tensors):
+        threads = 1  # in the order of the device's work
+    with ThreadPoolExecutor(min(threads, 8)) as pool:
+        return list(pool.map(torch.Tensor.copy_, copies, tensors))
 
 
 def _writer_process() -> subprocess.Popen[bytes]:
@@ -117,15 +179,13 @@ def _writer_process() -> subprocess.Popen[bytes]:
 def _written(
     process: subprocess.Popen[bytes], path: Path, contents: list[tuple[Any, torch.Tensor | bytes]]
 ) -> tuple[list[Any], str]:
-    """Send a file to the process and return its answer. Frees each tensor once it is sent."""
+    """Send a file to the process and return its answer."""
     assert process.stdin is not None and process.stdout is not None
     items = [(item, each if isinstance(each, bytes) else _header(each)) for item, each in contents]
     answer: tuple[list[Any], str] | str
     try:
         pickle.dump((str(path), items), process.stdin)
-        contents.reverse()
-        while contents:
-            tensor = contents.pop()[1]
+        for _, tensor in contents:
             if isinstance(tensor, torch.Tensor) and tensor.nbytes:
                 process.stdin.write(tensor.view(-1).view(torch.uint8).numpy().data)
         process.stdin.flush()

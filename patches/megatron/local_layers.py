@@ -39,8 +39,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from mcore_rl.batching.attention_batches import similar_segments
-from mcore_rl.batching.rows import positions_on_cp_rank, prefixes_of
+from mcore_rl.batching.attention_batches import batches_of
+from mcore_rl.batching.rows import positions_on_cp_rank
 from mcore_rl.common.platform import MOST_KEYS_IN_FLOAT32
 from mcore_rl.patches.registry import Patch, require, require_parameters, require_source
 from mcore_rl.patches.torch import narrow_products
@@ -163,27 +163,32 @@ class SDPACoreAttention(torch.nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, bounds: torch.Tensor
     ) -> torch.Tensor:
         """Return `[t, n, dv]`; samples, or their parts after a shared prompt, begin at `bounds`."""
-        prefixes, dtype = prefixes_of(bounds), query.dtype
-        batches = similar_segments(bounds, prefixes)
+        row, dtype = batches_of(bounds), query.dtype
+        batches = row.batches
         if self._is_faster_in_float32(query, max(batch.keys.shape[1] for batch in batches)):
             # Once, before prompts are repeated.
             query, key, value = (x.float() for x in (query, key, value))
         if len(batches) == 1 and batches[0].is_whole_row:
             context = self._attend(*(x.unsqueeze(1) for x in (query, key, value)))
             return context.squeeze(1).to(dtype)
+        # Selected for all batches at once: each selection has a gradient of the whole row.
+        selected = zip(
+            batches,
+            query.index_select(0, row.queries).split(row.query_sizes),
+            key.index_select(0, row.keys).split(row.key_sizes),
+            value.index_select(0, row.keys).split(row.key_sizes),
+            strict=True,
+        )
         outputs = []
-        for batch in batches:
-            shape = batch.queries.shape
+        for batch, *of_batch in selected:
+            shapes = (batch.queries.shape, batch.keys.shape, batch.keys.shape)
             queries, keys, values = (
-                x.index_select(0, places.flatten()).unflatten(0, places.shape).transpose(1, 2)
-                for x, places in ((query, batch.queries), (key, batch.keys), (value, batch.keys))
+                x.unflatten(0, shape).transpose(1, 2)
+                for x, shape in zip(of_batch, shapes, strict=True)
             )
             context = self._attended(queries, keys, values, batch.visible)
-            outputs.append(context.transpose(1, 2).reshape(shape.numel(), *context.shape[1::2]))
-        # Skip padding.
-        taken = torch.cat([batch.is_query.flatten() for batch in batches]).nonzero().flatten()
-        rows = torch.cat([batch.queries.flatten() for batch in batches])[taken]
-        return torch.cat(outputs).index_select(0, taken[rows.argsort()]).to(dtype)
+            outputs.append(context.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, row.outputs).to(dtype)
 
     def _is_faster_in_float32(self, query: torch.Tensor, most_keys: int) -> bool:
         is_narrow = query.device.type == "cpu" and query.itemsize == 2

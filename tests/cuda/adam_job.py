@@ -49,10 +49,44 @@ def loaded(dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
+def dithered(with_remainders: bool) -> dict[str, Any]:
+    """What a first step begins with: whether copies round to the parameters, and how many moved."""
+    from mcore_rl.megatron.dither import dither_first_step
+
+    generator = torch.Generator().manual_seed(1)
+    parameter = torch.nn.Parameter(torch.randn(4096, generator=generator).bfloat16())
+    with standins.CudaOnMeta():
+        adam = Adam(
+            [parameter],
+            lr=1.0,
+            master_weights=True,
+            use_decoupled_grad=True,
+            store_param_remainders=with_remainders,
+        )
+    dither_first_step(adam, [(parameter, 0)])
+    (begin,) = adam._optimizer_step_pre_hooks.values()
+    begin(adam, (), {})
+    begin(adam, (), {})  # of a later step, which changes nothing
+    state = adam.state[parameter]
+    copies = state["master_param"]
+    if with_remainders:
+        bits = parameter.detach().float().view(torch.int32) + copies.to(torch.int32)
+        copies = bits.view(torch.float32)
+    return {
+        "dtype": str(state["master_param"].dtype),
+        "rounds": torch.equal(copies.bfloat16(), parameter.detach()),
+        "moved": float((copies != parameter.detach()).float().mean()),
+        "moments": [float(state[name].abs().max()) for name in ("exp_avg", "exp_avg_sq")],
+        "bits": copies.view(torch.int32).tolist()[:64],
+    }
+
+
 def main() -> None:
     found = {str(dtype): loaded(dtype) for dtype in (torch.float32, torch.bfloat16)}
     is_patched = "megatron.fused_adam_loading" in applied_patches()
-    print(json.dumps({"class": Adam.__module__, "patched": is_patched, "loaded": found}))
+    first = {name: dithered(name == "remainders") for name in ("remainders", "copies")}
+    facts = {"class": Adam.__module__, "patched": is_patched, "loaded": found, "dithered": first}
+    print(json.dumps(facts))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -12,47 +11,24 @@ import torch.distributed as dist
 
 from mcore_rl.batching.types import Prompt, ScoredRollout
 from mcore_rl.config import RLConfig
-from mcore_rl.data.prompts import prompt_indices
-from mcore_rl.data.source_position import Begin
 from mcore_rl.environments.conversation import ConversationTokens
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
-from mcore_rl.rollout.ahead import AheadSampler
+from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.engines import RolloutWorkers
-from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.pending import write_groups
 from mcore_rl.rollout.sample_store import SampleStore
+from mcore_rl.rollout.sampler import Sampler
 from mcore_rl.rollout.segments import OpenGroup
-from tests.dist.partial_jobs import Uneven, prompt_of, rescored, weights
+from tests.dist.partial_jobs import TwoPrompts, UnevenSampler, rescored, weights
 from tests.engine_samples import small_engine
 from tests.reward_specs import rewards_of
 
 NUM_GROUPS, NUM_SAMPLES, MAX_TOKENS = 4, 3, 90
 SAVED_AT, KILLED_AT, NUM_STEPS = 3, 5, 6
 MAX_TURN_TOKENS = 25  # in conversation with an environment
-
-
-@dataclass(frozen=True)
-class TwoPrompts:
-    """The prompts of a run."""
-
-    scale: int
-    fingerprint: str = "tokens:two"
-    begin: Begin = Begin()
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, row: int) -> Prompt:
-        return prompt_of(row, self.scale)
-
-    def keys_of(self, rows: Any) -> list[str]:
-        return [""] * len(rows)
-
-    def of_draw(self, draw: int, *, seed: int) -> Prompt:
-        return self[int(prompt_indices(len(self), start=draw, count=1, seed=seed)[0])]
 
 
 def conversations() -> Conversations:
@@ -70,17 +46,6 @@ class Words:
 
     def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
         return {"input_ids": [10 + len(word) for word in text.split()]}
-
-
-class UnevenSampler(AheadSampler):
-    """Samples responses of different lengths."""
-
-    scale = 1
-
-    def _plan(self) -> GroupPlan:
-        plan = AheadSampler._plan(self)
-        given = {each.name: getattr(plan, each.name) for each in fields(GroupPlan)}
-        return Uneven(**given, scale=self.scale)
 
 
 class Job:
@@ -128,7 +93,7 @@ class Job:
 
     def sampler(
         self, position: int, folder: Path | None = None, origin: tuple[str, ...] = ("model",)
-    ) -> AheadSampler:
+    ) -> Sampler:
         """A run's; it starts from nothing but what is on the disk."""
         rewards = rewards_of("environment" if self.has_environments else "exact_match")
         self.workers = RolloutWorkers(
@@ -141,24 +106,22 @@ class Job:
             max_turn_tokens=MAX_TURN_TOKENS,
         )
         recipe = self.config.recipe
-        return (AheadSampler if self.has_environments else UnevenSampler)(
-            self.engine,
+        return (Sampler if self.has_environments else UnevenSampler)(
             self.workers,
             TwoPrompts(self.scale),  # type: ignore[arg-type]
             recipe,
             self.config.rollout,
             rewards,
-            self.layout,
             num_prompts_per_step=NUM_GROUPS,
             seed=3,
+            timers=StageTimers(),
             position=position,
-            sample_store=self.sample_store,
             bank=self.work / "bank",
             folder=folder,
             origin=origin,
         )
 
-    def step(self, sampler: AheadSampler, version: int) -> dict[str, Any]:
+    def step(self, sampler: Sampler, version: int) -> dict[str, Any]:
         """A step, and some sampling ahead of the next one."""
         sampler.pause()
         self.engine.reload(weights(self.folder, version).items())

@@ -21,8 +21,7 @@ from mcore_rl.hybrid_engine.transfer.worlds import DefaultWorld
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.hybrid_engine.weight_stream import _near, exchange
 from mcore_rl.model.boxes import full_box, volume
-from mcore_rl.trainer.build import build_manager
-from mcore_rl.trainer.hand_overs import engine_config
+from mcore_rl.trainer.hand_overs import build_manager, engine_config
 from mcore_rl.verify import stored_digests
 from tests.dist.jobs import random_tokens, started
 
@@ -207,7 +206,7 @@ class Bench:
             order=manager.stream.order,
             have=self.holdings.have,
             need=[*need[1:], need[0]],
-            near=_near(self.world.size, self.world.size, self.job.spec.train_layout),
+            near=_near(self.world, self.world.size, self.job.spec.train_layout),
         )
         stale = Transfer(plan, manager.stream.tensors, bucket_bytes=1 << 20, device="cpu")
         patch = mock.patch.object(manager.stream, "transfer", stale)

@@ -19,7 +19,7 @@ from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.boxes import volume
-from mcore_rl.trainer.build import build_offloader
+from mcore_rl.trainer.hand_overs import build_offloader
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.resume.folders import iteration_name
 from mcore_rl.verify import stored_digests

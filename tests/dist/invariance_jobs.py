@@ -12,7 +12,7 @@ from mcore_rl.batching.rows import lay_out, row_length
 from mcore_rl.batching.train_batches import split_micro_batches
 from mcore_rl.batching.types import TrainBatch
 from mcore_rl.hybrid_engine.memory.offload import Offloader
-from mcore_rl.trainer.build import build_offloader
+from mcore_rl.trainer.hand_overs import build_offloader
 from tests.dist.ppo_jobs import ChosenExperts, build_models, export_models, take_step
 
 

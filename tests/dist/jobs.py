@@ -26,8 +26,7 @@ from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.job.start import start
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.trainer.actor import Actor
-from mcore_rl.trainer.build import build_manager
-from mcore_rl.trainer.hand_overs import engine_config
+from mcore_rl.trainer.hand_overs import build_manager, engine_config
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.models import build_actor
 from mcore_rl.trainer.step_metrics import update_metrics

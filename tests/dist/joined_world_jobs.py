@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mcore_rl.hybrid_engine.proof.attest import FULL
 from mcore_rl.hybrid_engine.remote.session import Session
 from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, reach_store
-from mcore_rl.model.tensors import TensorInfo
+from mcore_rl.hybrid_engine.vllm.sliced_tensor import Pieces
+from mcore_rl.model.boxes import Box, slices
+from tests.dist.small_session import Engine, Shards, attestor_of, session
 
-_TENSOR, _BOX = "weight", ((0, 8),)
+_BOX = ((0, 8),)
 _TIMEOUT = 300.0
 _kept: list[Any] = []
 
@@ -22,11 +22,10 @@ _kept: list[Any] = []
 def worker_ends() -> str:
     """Two trainers update two workers, the second of which ends. Return what a rank is told."""
     rank, store = int(os.environ["RANK"]), _store()
-    session = _session(store, rank, "ends")
+    of_rank = _session(store, rank, "ends")
     if rank == 3:
-        assert session._attestor is not None
-        session._attestor.finish = lambda: os._exit(3)  # type: ignore[method-assign,assignment]
-    told = _updated(session, rank)
+        attestor_of(of_rank).finish = lambda _: os._exit(3)
+    told = _updated(of_rank)
     _meet(store, rank, 3, "again")  # for the end of a process closes its sockets
     return told
 
@@ -36,23 +35,60 @@ def worker_hangs() -> list[str]:
     told so by `check`. Return what a rank is told for each part of an update."""
     rank, store, told = int(os.environ["RANK"]), _store(), []
     for part in ("wait", "finish"):  # before the stream, and after it
-        session = _session(store, rank, part)
+        of_rank = _session(store, rank, part)
         if rank == 0:
-            session._world.check = _Check()
+            of_rank._world.check = _Check()
         if rank == 3:
-            of_attestor = getattr(session._attestor, part)
+            attestor = attestor_of(of_rank)
+            of_attestor = getattr(attestor, part)
 
-            def hang(name: str = part, go_on: Any = of_attestor) -> Any:
+            def hang(*given: Any, name: str = part, go_on: Any = of_attestor) -> Any:
                 store.get(f"{name}/others have gone on")
-                return go_on()
+                return go_on(*given)
 
-            setattr(session._attestor, part, hang)
-        told.append(_updated(session, rank))
+            setattr(attestor, part, hang)
+        told.append(_updated(of_rank))
         if rank < 3:
             _meet(store, rank, 3, f"{part}, others")  # they do not wait for the one that hangs
             store.set(f"{part}/others have gone on", "")
         _meet(store, rank, 4, f"{part}, all")
     return told
+
+
+def sends_changes() -> dict[str, Any]:
+    """Two trainers update two workers by delta in bfloat16: all, nothing, then one row. Return the
+    bytes that this rank received each time, and the last values of the tensor."""
+    rank, size, rows = int(os.environ["RANK"]), 1 << 16, 1024
+    store, values = _store(), torch.arange(size).view(rows, -1) % 256 / 16
+    half = ((rank * rows // 2, (rank + 1) * rows // 2), (0, size // rows))
+    loaded = torch.zeros(rows, size // rows, dtype=torch.bfloat16)
+
+    def read(_: str, box: Box, at: Any = ...) -> torch.Tensor:
+        return values[slices(box)][at]
+
+    def load(name: str, pieces: Pieces, on_write: Any) -> None:
+        for box, data in pieces:
+            loaded[slices(box)] = data
+            on_write(name, box, loaded[slices(box)])
+
+    world = JoinedWorld(store, rank=rank, size=4, name="delta", timeout_seconds=_TIMEOUT)
+    of_rank = session(
+        world,
+        tuple(values.shape),
+        shards=Shards([half], read) if rank < 2 else None,
+        engine=None if rank < 2 else Engine(((0, rows), (0, size // rows)), load),
+        dtype="bf16",
+        delta=True,
+    )
+    received = []
+    for version in ("1", "2", "3"):
+        if version == "3":
+            values[17] += 1
+        report = of_rank.update(version, plan_id=of_rank.plan_id)
+        received.append(report.received_bytes[rank])
+    of_rank.close()
+    equal = torch.equal(loaded, values.bfloat16())
+    return {"received": received, "equal": equal, "needed": report.needed_bytes[rank]}
 
 
 class _Check:
@@ -70,27 +106,18 @@ def _session(store: dist.Store, rank: int, name: str) -> Session:
     """Return a rank's session: two trainers, then two workers."""
     world = JoinedWorld(store, rank=rank, size=4, name=name, timeout_seconds=_TIMEOUT)
     trains = rank < 2
-    return Session(
+    return session(
         world,
-        bucket_bytes=1 << 20,
-        device="cpu",
-        tensors={_TENSOR: TensorInfo((8,), "float32", 4)} if trains else None,
-        have={_TENSOR: (_BOX,)} if trains else None,
-        learn=None if trains else lambda _: {_TENSOR: (_BOX,)},
-        attest=FULL,
+        (8,),
+        shards=Shards([_BOX], lambda *_: torch.arange(8.0)) if trains else None,
+        engine=None if trains else Engine(_BOX, _load),
     )
 
 
-def _updated(session: Session, rank: int) -> str:
+def _updated(of_rank: Session) -> str:
     """Return what a rank is told by an update."""
-    trains = rank < 2
     try:
-        session.update(
-            "1",
-            plan_id=session.plan_id,
-            read=(lambda *_: torch.arange(8.0)) if trains else None,
-            load=None if trains else _load,
-        )
+        of_rank.update("1", plan_id=of_rank.plan_id)
     except RuntimeError as error:
         return str(error)
     return "no error"
@@ -104,7 +131,7 @@ def _store() -> dist.Store:
 def _meet(store: dist.Store, rank: int, size: int, name: str) -> None:
     """Return when all ranks have called this."""
     world = JoinedWorld(store, rank=rank, size=size, name=name, timeout_seconds=_TIMEOUT)
-    world.exchange(None)
+    world.gather(None, of=None)
     world.close()
 
 
@@ -145,8 +172,7 @@ def waits_for_kernels() -> list[str]:
     return told
 
 
-def _load(arriving: Iterator[tuple[str, Any]], on_write: Any) -> None:
+def _load(name: str, pieces: Pieces, on_write: Any) -> None:
     _kept.append(on_write)  # as a circle of references may do in an engine
-    for name, pieces in arriving:
-        for box, data in pieces:
-            on_write(name, box, data)
+    for box, data in pieces:
+        on_write(name, box, data)

@@ -17,8 +17,7 @@ from mcore_rl.hybrid_engine.peft_export import export_adapter
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import lora
 from mcore_rl.megatron.lora import is_adapter, merged_weight
-from mcore_rl.trainer.build import build_manager, build_offloader
-from mcore_rl.trainer.hand_overs import engine_config
+from mcore_rl.trainer.hand_overs import build_manager, build_offloader, engine_config
 from mcore_rl.verify import overwrite, stored_digests
 from tests.dist.jobs import first_mini_batch, log_probs_of_random_tokens, started
 from tests.dist.ppo_jobs import Models, build_models

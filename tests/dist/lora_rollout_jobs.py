@@ -22,8 +22,7 @@ from mcore_rl.hybrid_engine.sharding_manager import MegatronVLLMShardingManager
 from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, ReshardReport
 from mcore_rl.hybrid_engine.vllm.adapters import AdapterSlot
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
-from mcore_rl.trainer.build import build_manager
-from mcore_rl.trainer.hand_overs import engine_config
+from mcore_rl.trainer.hand_overs import build_manager, engine_config
 from mcore_rl.trainer.job import Job
 from tests.dist.jobs import random_tokens, started
 from tests.dist.sleeping import memory_gone_while_asleep

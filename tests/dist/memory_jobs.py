@@ -18,7 +18,7 @@ from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.planner.models import TrainedModel
 from mcore_rl.planner.savings import memory_lines, recompute_saving
 from mcore_rl.trainer.actor import Actor
-from mcore_rl.trainer.build import build_offloader
+from mcore_rl.trainer.hand_overs import build_offloader
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.plan_inputs import model_of_args
 from mcore_rl.trainer.roles.reference import ReferencePolicy

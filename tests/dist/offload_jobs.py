@@ -19,16 +19,15 @@ from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.job.start import start
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron.rng import RngState
-from mcore_rl.rollout.stream import run_stream
 from mcore_rl.trainer.actor import Actor
-from mcore_rl.trainer.build import build_manager, build_offloader
-from mcore_rl.trainer.hand_overs import engine_config
+from mcore_rl.trainer.hand_overs import build_manager, build_offloader, engine_config
 from mcore_rl.trainer.models import build_actor
 from mcore_rl.trainer.roles.reference import ReferencePolicy
 from tests.dist.jobs import first_mini_batch, random_tokens, rank_batch, started
 from tests.dist.sleeping import digest, digests
 from tests.dist.stream_jobs import Trickle
 from tests.footprint import Footprint
+from tests.streams import run_stream
 
 from megatron.core.tensor_parallel import get_cuda_rng_tracker  # isort: skip  (after the patches)
 

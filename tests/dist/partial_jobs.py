@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,16 @@ import torch.distributed as dist
 
 from mcore_rl.batching.types import UNFINISHED, Prompt, Rollout, ScoredRollout
 from mcore_rl.config import RLConfig
-from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
+from mcore_rl.data.prompts import prompt_indices
+from mcore_rl.data.source_position import Begin
+from mcore_rl.hybrid_engine.vllm.generation import Request
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.model.layout import RolloutLayout, TrainLayout
-from mcore_rl.rollout.dispatch import SamplingTarget
+from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.sample_store import SampleStore
+from mcore_rl.rollout.sampler import Sampler
 from tests.dist.rank_map_jobs import weights_of
 from tests.engine_samples import small_engine
 from tests.reward_specs import rewards_of
@@ -55,6 +57,43 @@ def weights(checkpoint: Path, version: int) -> dict[str, torch.Tensor]:
     }
 
 
+@dataclass(frozen=True)
+class TwoPrompts:
+    """The prompts of a run."""
+
+    scale: int
+    fingerprint: str = "tokens:two"
+    begin: Begin = Begin()
+    rows: Any = field(default_factory=lambda: np.arange(2))
+    most_samples: int = 0
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, row: int) -> Prompt:
+        return prompt_of(row, self.scale)
+
+    def keys_of(self, rows: Any) -> list[str]:
+        return [""] * len(rows)
+
+    def indices(self, start: int, count: int, *, seed: int) -> np.ndarray:
+        return prompt_indices(len(self), start=start, count=count, seed=seed)
+
+    def samples_of(self, start: int, count: int, num_samples: int) -> tuple[int, ...]:
+        return (num_samples,) * count
+
+
+class UnevenSampler(Sampler):
+    """Samples responses of different lengths."""
+
+    scale = 1
+
+    def _plan(self) -> GroupPlan:
+        plan = Sampler._plan(self)
+        given = {each.name: getattr(plan, each.name) for each in fields(GroupPlan)}
+        return Uneven(**given, scale=self.scale)
+
+
 def partial_rollouts(
     checkpoint: str, *, tp_size: int = 1, keeps: bool, kv: str = "recompute", scale: int = 1
 ) -> dict[str, Any]:
@@ -73,35 +112,34 @@ def partial_rollouts(
         max_staleness=LIMIT if keeps else None,
         oversample=OVERSAMPLE,
         kv_after_update=kv,
+        num_samples_per_prompt=NUM_SAMPLES,
+        max_response_tokens=MAX_TOKENS * scale,
     )
-    workers = RolloutWorkers(
-        engine, layout, config.rollout, rewards_of("exact_match"), sample_store
+    rewards = rewards_of("exact_match")
+    workers = RolloutWorkers(engine, layout, config.rollout, rewards, sample_store)
+    UnevenSampler.scale = scale
+    sampler = UnevenSampler(
+        workers,
+        TwoPrompts(scale),  # type: ignore[arg-type]
+        config.recipe,
+        config.rollout,
+        rewards,
+        num_prompts_per_step=NUM_GROUPS,
+        seed=3,
+        timers=StageTimers(),
+        position=0,
     )
-    target = SamplingTarget.of(NUM_GROUPS, oversample=OVERSAMPLE)
-    first_draw, steps, taken = 0, [], []
-    for step in range(NUM_STEPS):
-        version = step + 1
+    steps, taken = [], []
+    for version in range(1, NUM_STEPS + 1):
         engine.reload(weights(folder, version).items())
-        sample_store.clear()
         num_before = len(hits)
         num_waiting = sum(
             each is not None and each.finish_reason == UNFINISHED
-            for group in workers.pending
+            for group in sampler.pending
             for each in group.rollouts
         )
-        plan = Uneven(
-            num_samples=NUM_SAMPLES,
-            sampling=Sampling(),
-            max_tokens=MAX_TOKENS * scale,
-            seed=3,
-            first_draw=first_draw,
-            weight_version=version,
-            keeps_unfinished=keeps,
-            scale=scale,
-        )
-        groups = workers.sample(plan, target, partial(prompt_of, scale=scale), key=str(step))
-        table, counts = workers.settle(groups, lambda seconds: None)
-        first_draw += counts.num_draws
+        collected = sampler.collect(version)
+        table = collected.table
         mine = [
             int(n)
             for n, home in zip(table.numbers, table.homes, strict=True)
@@ -110,7 +148,7 @@ def partial_rollouts(
         taken += [sample_store._samples[number] for number in mine]
         steps.append(
             {
-                "counts": asdict(counts),
+                "metrics": collected.metrics,
                 "draws": table.draws.tolist(),
                 "staleness": (version - table.oldest_versions).tolist(),
                 "rewards": bool(table.has_reward.all()),
@@ -118,6 +156,7 @@ def partial_rollouts(
             }
         )
     found = {"steps": steps, **rescored(engine, folder, taken)}
+    sampler.close()
     workers.close()
     engine.close()
     dist.destroy_process_group()

@@ -20,8 +20,7 @@ from mcore_rl.hybrid_engine.proof.canary import MAX_TOKENS, NUM_PROMPTS, Canary
 from mcore_rl.megatron import adapter as megatron_adapter
 from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.trainer.actor import Actor
-from mcore_rl.trainer.build import build_manager
-from mcore_rl.trainer.hand_overs import engine_config
+from mcore_rl.trainer.hand_overs import build_manager, engine_config
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.roles.teacher import read_teacher_head
 from tests.dist.jobs import first_mini_batch, rank_batch, started

@@ -53,7 +53,7 @@ def load(flags: list[str], is_offloaded: bool = False) -> dict[str, Any]:
     groups = [group for each in actor.state.optimizers for group in each.optimizer.param_groups]
     found["settings"] = [
         {name: float(group[name]) for name in ("lr", "max_lr", "min_lr", "step")}
-        | {"betas": list(group["betas"])}
+        | {"betas": list(group["betas"]), "fused": group["fused"]}
         for group in groups
     ]
     dist.destroy_process_group()

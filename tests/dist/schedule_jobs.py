@@ -18,10 +18,11 @@ from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.moe.routing import RoutedLayers, routed_layers
 from mcore_rl.patches import registry
-from mcore_rl.rollout.stream import StreamActions, run_stream
+from mcore_rl.rollout.stream import StreamActions
 from tests.dist.schedule_device import BLOCK_SIZE, EOS, STOP, Device, experts, token
 from tests.dist.vllm_engine_worker import scheduling_ahead
 from tests.engine_samples import small_engine
+from tests.streams import run_stream
 
 BLOCK_BYTES = BLOCK_SIZE * 2 * 16 * 2  # keys and values of one head of 16, in bfloat16
 ENDINGS = ("all", "end", "drop", "error")  # how a rollout ends

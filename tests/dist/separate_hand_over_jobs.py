@@ -32,8 +32,7 @@ from mcore_rl.model.boxes import volume
 from mcore_rl.model.float8_blocks import float8_weights
 from mcore_rl.model.layout import RolloutLayout
 from mcore_rl.model.tensors import is_mtp_tensor
-from mcore_rl.trainer.build import build_manager
-from mcore_rl.trainer.hand_overs import engine_config
+from mcore_rl.trainer.hand_overs import build_manager, engine_config
 from mcore_rl.trainer.job import Job
 from mcore_rl.verify import overwrite, stored_digests
 from tests.dist.attest_jobs import CANARY_TOLERANCE, TRAVELS, gates_for_up_projections, loading
@@ -80,7 +79,7 @@ class Side:
         checkpoint = self.job.spec.checkpoint
         return HandOver(
             checkpoint.tensors,
-            self.job.spec.train_layout,
+            None,
             HandOverOptions(seed=1, bucket_bytes=1 << 16, **options),
             shards=self.shards,
             engine=self.engine,
@@ -220,7 +219,7 @@ def float8(flags: list[str], ports: list[int]) -> dict[str, Any]:
     quantised = float8_weights(spec.shape, layout)
     stream = WeightStream(
         spec.checkpoint.tensors,
-        spec.train_layout,
+        None,
         HandOverOptions(seed=1),
         shards=side.shards,
         engine=None if side.is_trainer else GivenNeeds(quantised),

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.hybrid_engine.switch_report import TO_ROLLOUT, ReshardReport
-from mcore_rl.trainer.build import build_manager
-from mcore_rl.trainer.hand_overs import engine_config
+from mcore_rl.trainer.hand_overs import build_manager, engine_config
 from mcore_rl.verify import stored_digests
 from tests.dist.jobs import first_mini_batch, started
 from tests.model_only import VLLMModelOnly

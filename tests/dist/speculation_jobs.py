@@ -27,16 +27,15 @@ from mcore_rl.model.config_json import read_model_shape
 from mcore_rl.model.speculation import parse_speculation
 from mcore_rl.model.tensors import is_mtp_copy, is_mtp_tensor
 from mcore_rl.moe.routing import routed_layers
-from mcore_rl.rollout.stream import run_stream
 from mcore_rl.trainer.actor import Actor
-from mcore_rl.trainer.build import build_manager
-from mcore_rl.trainer.hand_overs import engine_config
+from mcore_rl.trainer.hand_overs import build_manager, engine_config
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.step_metrics import update_metrics
 from mcore_rl.verify import overwrite, stored_digests
 from tests.dist.jobs import first_mini_batch, log_probs_of_random_tokens, rank_batch, started
 from tests.dist.stream_jobs import Trickle
 from tests.engine_samples import sample_responses, small_engine
+from tests.streams import run_stream
 
 # Tensors of a drafter of which every rank holds all, in the checkpoint's own shape.
 UNCUT = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")

@@ -13,8 +13,9 @@ import torch.distributed as dist
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling, seed_of
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.rollout.segments import OpenGroup
-from mcore_rl.rollout.stream import StreamActions, run_stream
+from mcore_rl.rollout.stream import StreamActions
 from tests.engine_samples import small_engine
+from tests.streams import run_stream
 
 NUM_REQUESTS, MAX_TOKENS = 24, 40
 END, DROP = (3, 11, 20), (5, 17)  # numbers of requests that do not come to their own end

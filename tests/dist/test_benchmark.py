@@ -16,11 +16,10 @@ KEYS = (
 
 @pytest.mark.slow
 def test_quick_benchmark_runs_all_paths_to_the_same_bits(tmp_path: Path) -> None:
-    files = tmp_path / "rows.json", tmp_path / "page.md"
-    flags = ("--quick", "--json", files[0], "--markdown", files[1])
-    done = run_python("benchmarks/reshard.py", *flags)
+    done = run_python("benchmarks/reshard.py", "--quick", "--record", tmp_path)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    rows = {row["path"]: row for row in json.loads(files[0].read_text())}
+    record = json.loads((tmp_path / "records" / "reshard.json").read_text())
+    rows = {row["path"]: row for row in record["rows"]}
     # mbridge is there where the bench extra is; else its row says why it is not.
     if "median_seconds" not in rows["mbridge"]:
         assert "bench" in rows.pop("mbridge")["note"]
@@ -34,7 +33,7 @@ def test_quick_benchmark_runs_all_paths_to_the_same_bits(tmp_path: Path) -> None
     for path in ("ours", "switch", "switch, unproved"):
         assert rows[path]["received_bytes_max"] == rows[path]["lower_bound_bytes_max"]
     assert rows["gather"]["received_over_ours"] > 4
-    page = files[1].read_text()
+    page = (tmp_path / "RESULTS.md").read_text()
     assert str(tmp_path) not in page
     assert "| ours |" in page
 

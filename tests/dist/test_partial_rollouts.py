@@ -49,10 +49,10 @@ def test_no_group_is_lost_and_none_older_than_it_may_be(kept: list[dict[str, Any
         assert step | {"cached": None} == other | {"cached": None}
     pending, draws = 0, []
     for step in steps:
-        counts = step["counts"]
-        assert counts["dropped"] == counts["stale"] == 0
-        assert pending + counts["started"] == NUM_GROUPS + counts["pending"]
-        pending = counts["pending"]
+        started, pending_before = step["metrics"]["rollout/started_groups"], pending
+        pending = step["metrics"]["rollout/pending_groups"]
+        assert step["metrics"]["rollout/dropped_groups"] == 0
+        assert pending_before + started == NUM_GROUPS + pending
         assert len(step["draws"]) == NUM_GROUPS * NUM_SAMPLES and step["rewards"]
         assert max(step["staleness"]) <= LIMIT
         draws += sorted(set(step["draws"]))
@@ -67,11 +67,11 @@ def test_without_continuing_what_comes_too_late_is_dropped_and_counted(
     steps: Steps = found[0]["steps"]
     left = 0
     for step in steps:
-        counts = step["counts"]
-        assert counts["started"] == NUM_GROUPS + counts["dropped"] and counts["pending"] == 0
-        assert counts["left_samples"] == counts["dropped"] * NUM_SAMPLES
+        dropped = step["metrics"]["rollout/dropped_groups"]
+        assert step["metrics"]["rollout/started_groups"] == NUM_GROUPS + dropped
+        assert "rollout/pending_groups" not in step["metrics"]
         assert not any(step["staleness"])
-        left += counts["left_samples"]
+        left += dropped
     assert left > 0
     assert all(of_rank["own"] < 1e-3 for of_rank in found)
 

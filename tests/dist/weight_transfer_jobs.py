@@ -25,12 +25,14 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.hybrid_engine.hf_export import export
+from mcore_rl.hybrid_engine.proof.attest import SAMPLE
 from mcore_rl.hybrid_engine.remote.engine_client import HTTPEngineClient
 from mcore_rl.hybrid_engine.remote.trainer import (
     MegatronTrainerInitInfo,
     MegatronTrainerWeightTransferEngine,
     ShardSource,
 )
+from mcore_rl.hybrid_engine.weight_stream import HandOverOptions
 from tests.dist.jobs import first_mini_batch, started
 from tests.processes import lives
 from tests.vllm_servers import fork_engines, variables_of_job
@@ -212,8 +214,9 @@ def train(flags: list[str], folder: Path, url: str) -> dict[str, Any]:
 def _train(flags: list[str], folder: Path, url: str) -> dict[str, Any]:
     job, actor, shards = started(flags)
     rank = dist.get_rank()
+    options = HandOverOptions(seed=0, bucket_bytes=1 << 14, attest=SAMPLE)
     info = MegatronTrainerInitInfo(
-        rank=rank, master_address="127.0.0.1", timeout_seconds=60, bucket_bytes=1 << 14
+        rank=rank, master_address="127.0.0.1", timeout_seconds=60, options=options
     )
     client = HTTPEngineClient(url, timeout=60)
     source = ShardSource(shards, dict(job.spec.checkpoint.tensors))
@@ -279,12 +282,13 @@ def fail_in_every_way(
     recover("read")
 
     # Another bit travels than the one that is hashed.
-    transfer = trainer._session._transfer
+    transfer = trainer._session.stream.transfer
     stream = transfer.stream
     if rank == 3:
         transfer.stream = lambda _: stream(partial(_flipped, read))  # type: ignore[method-assign]
-    failing("bit", lambda: trainer.send_weights("5"))
-    recover("bit")
+    found["bit"] = {"repeated": trainer.send_weights("5").repeated}
+    if rank == 0:
+        found["bit"] |= {"version": client.weight_version(), "answers": ask(url)}
 
     name = "lm_head.weight"
     (rows, columns), tensors = source.tensors[name].shape, dict(source.tensors)

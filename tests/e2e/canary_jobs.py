@@ -10,8 +10,7 @@ from mcore_rl.data.prompts import load_prompt_files
 from mcore_rl.hybrid_engine.proof.canary import CanaryResult
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.trainer.build import build_canary, build_manager, build_offloader
-from mcore_rl.trainer.hand_overs import engine_config
+from mcore_rl.trainer.hand_overs import build_canary, build_manager, build_offloader, engine_config
 from mcore_rl.verify import stored_digests
 from tests.dist.attest_jobs import gates_for_up_projections, loading
 from tests.dist.jobs import started

@@ -123,8 +123,10 @@ def test_ppo_with_own_reward_and_loss(
     """The command that ppo/run.sh makes, with the files of own_parts/ beside it."""
     own = EXAMPLES / "own_parts"
     more = [*SHORT, "--rl-num-prompts-per-step", "8", "--rl-critic-warmup-steps", "1"]
-    more += ["--rl-import", str(own / "reward.py"), str(own / "loss.py")]
+    more += ["--rl-import", *(str(own / f"{part}.py") for part in ("reward", "loss", "sampler"))]
     more += ["--rl-reward", "gsm8k,brevity", "--rl-policy-loss", "spo"]
+    more += ["--rl-sampler", "forks", "--rl-fork-at", "2", "--rl-num-samples-per-prompt", "2"]
+    more += ["--rl-num-logged-rollouts", "100"]
     more += ["--rl-run-dir", str(tmp_path / "run"), "--rl-cache-dir", str(tmp_path / "cache")]
     said = run_with_echo(
         tmp_path, EXAMPLES / "ppo" / "run.sh", checkpoint_factory("qwen3"), prompts, *more
@@ -137,6 +139,12 @@ def test_ppo_with_own_reward_and_loss(
     assert all("loss/value" in metrics for metrics in (warm_up, step))
     assert 0 < step["reward/brevity/mean"] <= 1
     assert step["reward/mean"] == step["reward/brevity/mean"] + step["reward/gsm8k/mean"]
+    # The engine's log-probs, and those of the responses that the function has put together.
+    assert step["kl/rollout_actor"] < 0.01
+    lines = [*map(json.loads, (tmp_path / "run" / "rollouts.jsonl").read_text().splitlines())]
+    pairs = [[each["response"] for each in lines if each["draw"] == draw] for draw in range(16)]
+    assert all(first[:1] == second[:1] for first, second in pairs)
+    assert any(first != second for first, second in pairs)
 
 
 def test_a_larger_teacher_is_learned_from_without_rewards(

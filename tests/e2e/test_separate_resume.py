@@ -80,11 +80,17 @@ def test_a_run_continues_with_other_engines_and_bounds_and_loses_no_draw(
     assert first == "" and len({*others}) == 1  # each resumed from the newest
     known = json.loads((run_dir / "bank" / "branch.json").read_text())
     assert known == {"name": others[0], "step": 7}
-    for num_ranks, more in ((1, ()), (2, ahead(1, 0))):
-        ended = run(num_ranks, 8, *more)
-        said = f"has {len(left)} groups that were sampled ahead"
-        assert ended.ranks[0].exit_code == 2 and said in ended.ranks[0].output
-        assert "give --rl-rollout-ranks and --rl-max-staleness 1 or more" in ended.ranks[0].output
+    # Engines that do not sample ahead begin with the prompts of groups that did.
+    for num_ranks, num_steps, more in ((1, 8, ()), (2, 9, ahead(1, 0))):
+        ended = run(num_ranks, num_steps, *more)
+        ended.require(0)
+    said = f"{len(left)} groups of the checkpoint are too many or too old for --rl-max-staleness 0"
+    rows = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
+    drawn = Counter(row["draw"] for row in rows)
+    assert set(drawn.values()) == {4} and len(drawn) == 9 * 4
+    later = sorted({*drawn} - {*counts})
+    assert later == sorted({*left, *range(next_draw, next_draw + 8)})[: len(later)]
+    assert said in (run_dir / "run.log").read_text()
 
 
 def test_a_step_without_any_reward_is_repeated_with_its_draws(

@@ -5,16 +5,16 @@ import time
 
 
 def write_late():
-    from mcore_rl.rollout import ahead
+    from mcore_rl.rollout import sampler
 
-    write = ahead.write_groups
+    write = sampler.write_groups
 
     def write_groups(groups, folder, tp_group):
         if tp_group == 1:
             time.sleep(1.0)
         write(groups, folder, tp_group)
 
-    ahead.write_groups = write_groups
+    sampler.write_groups = write_groups
 
 
 if "RANK" in os.environ:  # not in the workers of rewards, which import this as well

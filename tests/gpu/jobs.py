@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -14,19 +13,17 @@ from safetensors.torch import load_file
 
 from mcore_rl.batching.train_batches import split_mini_batches
 from mcore_rl.batching.types import Prompt
-from mcore_rl.hybrid_engine.proof.attest import FULL
-from mcore_rl.hybrid_engine.remote.session import Session
 from mcore_rl.hybrid_engine.switch_report import ReshardReport
 from mcore_rl.hybrid_engine.transfer.transfer import Transfer
 from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, host_store, reach_store
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
+from mcore_rl.hybrid_engine.vllm.sliced_tensor import Pieces
 from mcore_rl.model.boxes import Box, slices
-from mcore_rl.model.tensors import TensorInfo
-from mcore_rl.trainer.build import build_manager, build_offloader
-from mcore_rl.trainer.hand_overs import engine_config
+from mcore_rl.trainer.hand_overs import build_manager, build_offloader, engine_config
 from mcore_rl.verify import stored_digests
 from tests.dist.jobs import first_mini_batch, random_tokens, rank_batch, started
 from tests.dist.offload_jobs import state_digests
+from tests.dist.small_session import Engine, Shards, session
 from tests.dist.transfer_jobs import World
 from tests.engine_samples import sample_responses, small_engine
 from tests.footprint import Footprint
@@ -185,19 +182,19 @@ def lost_worker(port: int) -> dict[str, Any]:
     store, told = meet("127.0.0.1", port, _LIMIT_SECONDS), []
     found: dict[int, torch.Tensor] = {}
 
-    def read(version: int, name: str, box: Box, at: Any = ...) -> torch.Tensor:
+    version = 0
+
+    def read(_: str, box: Box, at: Any = ...) -> torch.Tensor:
         rows = torch.arange(_ROWS * 4.0, device=device).view(_ROWS, 4)
         return (rows + version)[slices(box)][at]
 
-    def load(arriving: Iterator[tuple[str, Any]], on_write: Any, ends: bool, version: int) -> None:
-        whole = torch.zeros(_ROWS, 4, device=device)
-        for name, pieces in arriving:
-            if ends:
-                os._exit(3)
-            for box, data in pieces:
-                whole[slices(box)] = data
-                on_write(name, box, whole[slices(box)])
-        found[version] = whole.cpu()
+    def load(name: str, pieces: Pieces, on_write: Any) -> None:
+        if rank == 3 and version == 2:
+            os._exit(3)
+        whole = found.setdefault(version, torch.zeros(_ROWS, 4, device=device))
+        for box, data in pieces:
+            whole[slices(box)] = data
+            on_write(name, box, whole[slices(box)])
 
     for name, size, versions in (("first", 4, (1, 2)), ("without", 3, (3,))):
         world = JoinedWorld(
@@ -209,30 +206,21 @@ def lost_worker(port: int) -> dict[str, Any]:
             timeout_seconds=_LIMIT_SECONDS,
         )
         half = ((rank * _ROWS // 2, (rank + 1) * _ROWS // 2), (0, 4))
-        session = Session(
+        of_rank = session(
             world,
-            bucket_bytes=1 << 20,
+            (_ROWS, 4),
             device=device,
-            tensors={"weight": TensorInfo((_ROWS, 4), "float32", 4)} if rank < 2 else None,
-            have={"weight": (half,)} if rank < 2 else None,
-            learn=None if rank < 2 else lambda _: {"weight": (((0, _ROWS), (0, 4)),)},
-            attest=FULL,
+            shards=Shards([half], read) if rank < 2 else None,
+            engine=None if rank < 2 else Engine(((0, _ROWS), (0, 4)), load),
         )
         for version in versions:
             try:
-                session.update(
-                    str(version),
-                    plan_id=session.plan_id,
-                    read=partial(read, version) if rank < 2 else None,
-                    load=None
-                    if rank < 2
-                    else partial(load, ends=rank == 3 and version == 2, version=version),
-                )
+                of_rank.update(str(version), plan_id=of_rank.plan_id)
             except RuntimeError as error:
                 told.append(str(error))
-        session.close()
+        of_rank.close()
     expected = torch.arange(_ROWS * 4.0).view(_ROWS, 4)
-    right = [version for version, rows in found.items() if torch.equal(rows, expected + version)]
+    right = [v for v, rows in found.items() if torch.equal(rows.cpu(), expected + v)]
     return {"told": told, "right": right}
 
 

@@ -38,6 +38,7 @@ def restored_tables() -> Iterator[None]:
         registry._ESTIMATORS,
         registry._POLICY_LOSSES,
         registry._GROUP_FILTERS,
+        registry._SAMPLERS,
         user_code._IMPORTED,
         recipes.RECIPES,
         families.FAMILIES,

@@ -19,13 +19,12 @@ from mcore_rl.environments.interface import EnvironmentSpec, Response
 from mcore_rl.environments.wire import Event, Started, Stepped
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request
 from mcore_rl.rollout.admission import Admission
-from mcore_rl.rollout.continuous import ContinuousScheduler
 from mcore_rl.rollout.conversations import Conversations
+from mcore_rl.rollout.draws import Draws
+from mcore_rl.rollout.scheduler import Scheduler
 from mcore_rl.rollout.segments import OpenGroup
-from mcore_rl.rollout.shared_draws import SharedDraws
 from mcore_rl.rollout.stream import step_engine
-from tests.unit.test_conversations import Words
-from tests.unit.test_groups import (
+from tests.unit.scripted_sampling import (
     MAX_TOKENS,
     SIZE,
     ScriptedEngine,
@@ -36,6 +35,7 @@ from tests.unit.test_groups import (
     prompt_of,
     select,
 )
+from tests.unit.test_conversations import Words
 
 NUM_GROUPS, MOST_PER_TURN = 2, 5
 
@@ -219,16 +219,14 @@ class Run:
         )
         store = dist.HashStore()
         admissions = [self.admission, *[None] * (num_engines - 1)]
-        self.draws = [SharedDraws(store, next_draw, each) for each in admissions]
+        self.draws = [Draws(store, next_draw, each) for each in admissions]
         self.engines = [Engine(long_lengths(seed)) for _ in self.draws]
         self.banks = [Bank() for _ in self.draws] if banks is None else banks
         self.pools: list[Pool] = []
         self.schedulers = [
-            ContinuousScheduler(
+            Scheduler(
                 engine,  # type: ignore[arg-type]
                 plan(
-                    first_draw=0,
-                    weight_version=0,
                     has_environments=turns,
                     max_turn_tokens=MOST_PER_TURN if turns else None,
                 ),
@@ -285,7 +283,7 @@ class Run:
         for draws in (*self.draws, self.draws[0]):
             draws.flush()
         self.version = version
-        stale = self.draws[0].begin_step(version)
+        stale = self.draws[0].begin_step(version).stale
         self.dropped |= set(stale)
         for engine, scheduler in zip(self.engines, self.schedulers, strict=True):
             engine.version = version
@@ -293,7 +291,7 @@ class Run:
             scheduler.resume(version)
         for number, draw in enumerate(self.admission.restarted):
             here = self.schedulers[number % len(self.schedulers)]
-            here.load([OpenGroup.new(draw, SIZE)])
+            here.load([OpenGroup.new(draw, SIZE)], is_resumed=True)
 
     def train(self) -> None:
         """Sample until the step is decided, and take its groups."""
@@ -305,7 +303,7 @@ class Run:
                 left = [5]
 
                 def is_decided(
-                    engine: int = engine, draws: SharedDraws = draws, left: list[int] = left
+                    engine: int = engine, draws: Draws = draws, left: list[int] = left
                 ) -> bool:
                     left[0] -= 1
                     if (decision := draws.decision()) is not None:
@@ -316,8 +314,7 @@ class Run:
         assert len(set(decisions.values())) == 1
         decision = decisions[0]
         for scheduler in self.schedulers:
-            taken, _ = scheduler.partition(scheduler.take(decision.taken))
-            for group in taken:
+            for group in scheduler.groups_of(scheduler.held(decision.taken)):
                 assert group.draw not in self.trained and group.draw not in self.dropped
                 self.trained[group.draw] = self.version, group
             scheduler.forget({*decision.taken, *decision.dropped})

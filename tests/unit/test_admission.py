@@ -12,9 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore_rl.rollout.admission import Admission, AdmissionCounts
+from mcore_rl.rollout.admission import Admission, AdmissionCounts, Finished
 
 SEEDS = st.integers(0, 2**32 - 1).map(random.Random)
+
+
+def taken(admission: Admission) -> tuple[int, ...] | None:
+    """Decide, and return the draws of the step."""
+    decision = admission.decide()
+    return None if decision is None else decision.taken
 
 
 @cache
@@ -80,7 +86,7 @@ def test_decision_is_the_oldest_of_all_possible_ones(
     num_startable = admission.limit
     assert num_startable == room - len(admission.restarted)
     expected = reference_choice(kept, finished, 9, room, most, size)
-    assert admission.decide() == expected
+    assert taken(admission) == expected
     if len(finished) == len(kept) and not room:
         assert expected is not None
 
@@ -156,7 +162,7 @@ class Run:
         is_replaced = not is_informative and (
             self.num_refills < self.size * (self.refills or 0) * self.num_steps
         )
-        assert self.admission.finish(draw, is_informative=is_informative) != is_replaced
+        assert self.admission.finish(draw, Finished(is_informative=is_informative)) != is_replaced
         if is_replaced:
             self.num_refills += 1
             self._end(draw, "uninformative")
@@ -169,7 +175,7 @@ class Run:
             self.finished,
             key=lambda draw: (self.started[draw], not self.finished[draw], draw),
         )
-        chosen = self.admission.decide()
+        chosen = taken(self.admission)
         if chosen is None:
             assert self.startable() or self.in_flight, "nothing can change the decision"
             return False
@@ -209,7 +215,7 @@ class Run:
         self.admission = self._new(self.admission.limit, outstanding)
         self.num_refills = self.num_steps = 0
         for draw in self.finished:
-            assert self.admission.finish(draw, is_informative=self.finished[draw])
+            assert self.admission.finish(draw, Finished(is_informative=self.finished[draw]))
 
     def check_books(self) -> None:
         places = self.ends.keys() | self.in_flight | self.finished.keys() | self.deferred
@@ -299,11 +305,11 @@ class Course:
         assert self.admission.begin_step(self.version) == ()
         began = self._now
         self._start()
-        while (taken := self.admission.decide()) is None:
+        while (chosen := taken(self.admission)) is None:
             self._pass(min(self._ends.values()))
             self._start()
         self.waited.append(self._now - began)
-        ages = [self.version - self._versions.pop(draw) for draw in taken]
+        ages = [self.version - self._versions.pop(draw) for draw in chosen]
         self.staleness.append(sum(ages) / len(ages))
         self._start()
         self._pass(self._now + train_seconds)
@@ -392,7 +398,7 @@ def test_limit_admits_a_step_of_groups_with_each_version() -> None:
     started(run, range(10, 14), 5)
     for draw in (12, 11, 10):
         run.finish(draw)
-    assert run.decide() == (10, 11)
+    assert taken(run) == (10, 11)
     assert run.limit == 14, "groups of version 5 would not all be trained by version 6"
     assert run.begin_step(6) == ()
     assert run.limit == 16
@@ -403,13 +409,13 @@ def test_decision_waits_for_a_group_at_its_deadline() -> None:
     run.begin_step(1)
     started(run, [0, 1], 1)
     run.finish(1)
-    assert run.decide() == (1,), "group 0 can still be trained with version 2"
+    assert taken(run) == (1,), "group 0 can still be trained with version 2"
     run.begin_step(2)
     run.start(2, 2)
     run.finish(2)
-    assert run.decide() is None
+    assert taken(run) is None
     run.finish(0)
-    assert run.decide() == (0,)
+    assert taken(run) == (0,)
 
 
 def test_decision_waits_for_deadlines_that_would_coincide() -> None:
@@ -418,9 +424,9 @@ def test_decision_waits_for_deadlines_that_would_coincide() -> None:
     run.begin_step(2)
     run.start(3, 2)
     run.finish(3)
-    assert run.decide() is None
+    assert taken(run) is None
     run.finish(2)
-    assert run.decide() == (2,)
+    assert taken(run) == (2,)
 
 
 def test_late_groups_are_dropped_instead_of_awaited() -> None:
@@ -428,11 +434,11 @@ def test_late_groups_are_dropped_instead_of_awaited() -> None:
     run.begin_step(1)
     started(run, [0, 1], 1)
     run.finish(1)
-    assert run.decide() == (1,)
+    assert taken(run) == (1,)
     assert run.begin_step(2) == (), "group 0 could still finish in time"
     run.start(2, 2)
     run.finish(2)
-    assert run.decide() == (2,)
+    assert taken(run) == (2,)
     assert run.begin_step(3) == (0,)
     assert not run.finish(0), "it had ended before its engine knew that it was dropped"
     assert run.limit == 5, "another draw replaces it"
@@ -445,17 +451,18 @@ def test_groups_without_information_are_replaced_while_refills_are_left() -> Non
     run = admission(2, 1, max_refills=1)
     run.begin_step(1)
     started(run, range(4), 1)
-    assert [run.finish(draw, is_informative=False) for draw in range(3)] == [False, False, True]
+    useless = Finished(is_informative=False)
+    assert [run.finish(draw, useless) for draw in range(3)] == [False, False, True]
     assert run.limit == 6
     assert run.finish(3)
     started(run, [4, 5], 1)
     assert run.finish(4)
-    assert run.decide() == (3, 4), "of one version, a group without information comes last"
+    assert taken(run) == (3, 4), "of one version, a group without information comes last"
     run.begin_step(2)
     started(run, [6, 7], 2)
     assert run.finish(6)
     run.finish(5)
-    assert run.decide() == (2, 5), "but before groups of later versions"
+    assert taken(run) == (2, 5), "but before groups of later versions"
     assert run.counts().uninformative == 2
 
 
@@ -463,8 +470,8 @@ def test_informative_or_not_has_no_effect_without_dynamic_sampling() -> None:
     run = admission(1, 1)
     run.begin_step(1)
     started(run, [0, 1], 1)
-    assert run.finish(0, is_informative=False) and run.finish(1)
-    assert run.decide() == (0,)
+    assert run.finish(0, Finished(is_informative=False)) and run.finish(1)
+    assert taken(run) == (0,)
 
 
 def test_versions_of_a_lost_continuation_count_as_the_resumed_one() -> None:
@@ -472,19 +479,19 @@ def test_versions_of_a_lost_continuation_count_as_the_resumed_one() -> None:
     run.finish(5)
     assert run.begin_step(4) == (1,), "two steps train two of three groups; 5 has finished"
     assert run.restarted == () and run.outstanding == {0: 4, 1: 5, 5: 4}
-    assert run.decide() == (5,)
+    assert taken(run) == (5,)
     assert run.begin_step(5) == () and run.restarted == (1,), "it starts again, before others"
     assert run.limit == 2
     run.finish(1)
-    assert run.decide() is None, "group 0 counts as started with version 4"
+    assert taken(run) is None, "group 0 counts as started with version 4"
     run.finish(0)
-    assert run.decide() == (0,)
+    assert taken(run) == (0,)
     for version, trained in ((6, 1), (7, 2), (8, 3)):
         run.begin_step(version)
         assert run.restarted == () and run.limit == version - 3
         run.start(version - 4, version)
         run.finish(version - 4)
-        assert run.decide() == (trained,)
+        assert taken(run) == (trained,)
     run.begin_step(9)
     assert run.limit == 7, "draw 5 was trained before"
     with pytest.raises(AssertionError, match="draw 5 may not start"):

@@ -54,6 +54,8 @@ def another_value(parameter: Parameter) -> tuple[list[str], Any]:
     """Tokens that set a flag to something else than its default, and what they set it to."""
     flag, choices = parameter.flag, parameter.choices
     if parameter.kind is bool:
+        if parameter.default is True and parameter.name in run_flags():
+            return [flag.replace("--", "--no-", 1)], False
         return [flag], True
     if parameter.several:
         return [flag, "one", flag, "two"], ("one", "two")

@@ -46,7 +46,8 @@ def staged(path: Path, state: dict[str, torch.Tensor]) -> tuple[StagedFile, Simp
 
 
 def test_file_has_the_state_at_the_time_of_the_copy(tmp_path: Path) -> None:
-    """Two files are written one after the other by the same process."""
+    """Two files are written one after the other by the same process, from the same memory."""
+    background_saving._buffers.clear()
     folders = tmp_path / "a", tmp_path / "b"
     for folder in folders:
         folder.mkdir()
@@ -62,8 +63,19 @@ def test_file_has_the_state_at_the_time_of_the_copy(tmp_path: Path) -> None:
         found = {name: torch.full_like(tensor, 7) for name, tensor in STATE.items()}
         load(found, storage_reader=FileSystemReader(folder), no_dist=True)
         assert all(found[name].equal(tensor) for name, tensor in STATE.items())
+    assert len(background_saving._buffers) == 1
     sizes = {(folder / "__0_0.distcp").stat().st_size for folder in folders}
     assert len(sizes) == 1 and max(sizes) < 2 * sum(t.nbytes for t in STATE.values()) + 10_000
+
+
+def test_first_copy_is_in_the_memory_that_was_reserved(tmp_path: Path) -> None:
+    background_saving._buffers.clear()
+    background_saving.reserve(1 << 20)
+    file, _ = staged(tmp_path / "file", STATE)
+    background_saving.reserve(1 << 20)  # has no effect
+    file.start().result(60)
+    (buffer,) = background_saving._buffers
+    assert len(buffer) == 1 << 20
 
 
 @pytest.mark.slow

@@ -34,6 +34,17 @@ unknown_filter: --rl-import {examples}/own_parts/filter.py --rl-group-filter sol
 parameter_of_no_filter: --rl-import {examples}/own_parts/filter.py --rl-solved-by arithmetic
     --rl-solved-by arithmetic has no effect without --rl-group-filter ... drop it
     => --rl-group-filter solvable | drop --rl-solved-by
+sampler_that_no_file_registers: --rl-sampler forks
+    --rl-sampler forks is not known ... give --rl-import with the file that registers it
+    => --rl-import {examples}/own_parts/sampler.py
+sampler_without_greedy_responses: --rl-import {examples}/own_parts/sampler.py --rl-sampler forks
+  --rl-algorithm remax
+    --rl-sampler forks samples no greedy response ... for example reinforce_pp
+    => --rl-advantage reinforce_pp
+sampler_of_turns: --rl-import {examples}/own_parts/sampler.py --rl-sampler forks
+  --rl-environment calculator --rl-reward environment
+    --rl-sampler forks samples whole responses itself ... drop it
+    => drop --rl-sampler
 refills_of_nothing: --rl-max-refills 3
     --rl-max-refills 3 has no effect without --rl-dynamic-sampling or --rl-group-filter ... drop it
     => --rl-dynamic-sampling | --rl-import {examples}/own_parts/filter.py --rl-group-filter solvable

@@ -96,9 +96,9 @@ age_of_nothing: --rl-max-staleness 2
 nothing_to_stop: --rl-partial-rollouts --rl-oversample 1
     --rl-oversample 1 leaves --rl-partial-rollouts nothing to stop ... for example 1.5
     => --rl-oversample 1.5
-too_many_unfinished: --rl-partial-rollouts --rl-oversample 2.5
-    --rl-oversample 2.5 may leave more groups unfinished than a step takes ... 2 or less
-    => --rl-oversample 2
+too_many_unfinished: --rl-partial-rollouts --rl-max-staleness 1 --rl-oversample 2.5
+    --rl-oversample 2.5 may leave more groups unfinished ... --rl-max-staleness 1 ... 2 or less
+    => --rl-oversample 2 | --rl-max-staleness 2
 fewer_than_taken: --rl-oversample 0.5
     --rl-oversample 0.5 must be at least 1
     => --rl-oversample 1
@@ -202,8 +202,8 @@ kept_keys: --rl-rollout-servers http://a:1 --rl-kv-after-update keep
     --rl-kv-after-update keep cannot be combined with --rl-rollout-servers ... drop this flag
 repeatable_servers: --rl-rollout-servers http://a:1 --rl-deterministic --rl-max-staleness 0
     --rl-deterministic cannot be combined with --rl-rollout-servers http://a:1 ... drop it
-dtype_of_servers: --rl-rollout-servers http://a:1 --rl-reshard-dtype bf16
-    --rl-reshard-dtype bf16 is for engines that the job starts ... where they are started
+drafts_of_servers: --rl-rollout-servers http://a:1 --rl-speculate ngram:2
+    --rl-speculate ngram:2 is for engines that the job starts ... where they are started
 offloading_beside_servers: --rl-rollout-servers http://a:1 --rl-offload optimizer
     --rl-offload optimizer has no effect with --rl-rollout-servers http://a:1 ... drop
 """)

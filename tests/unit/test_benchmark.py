@@ -19,7 +19,7 @@ from benchmarks.counters import counted
 from benchmarks.destination import Destination
 from benchmarks.pages import paired_ratio
 from benchmarks.peers import HFConfig, transformer_engine_name
-from benchmarks.report import markdown, quartile_spread, rows_of, verdicts
+from benchmarks.report import part_of, quartile_spread, rows_of, verdicts
 from mcore_rl.model.config_json import model_shape
 from mcore_rl.model.tensors import TensorInfo
 from scripts.make_tiny_deepseek import hf_config
@@ -64,7 +64,7 @@ def run_benchmark(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_help_names_the_flags() -> None:
     done = run_benchmark("--help")
     assert done.returncode == 0
-    assert all(flag in done.stdout for flag in ("--json", "--markdown", "--quick"))
+    assert all(flag in done.stdout for flag in ("--record", "--quick"))
 
 
 @pytest.mark.parametrize("arguments", [("--repetitions", "0"), ("--only", "TP99")])
@@ -106,13 +106,13 @@ def test_path_that_differs_on_one_rank_is_not_identical() -> None:
     found = rows(gather=[Rank(), Rank(differing=["model.norm.weight"])])
     assert found["ours"]["bit_identical"]
     assert not found["gather"]["bit_identical"]
-    assert "**NO**" in markdown(list(found.values()), {})
+    assert "**NO**" in part_of({"rows": list(found.values()), "facts": {}})
 
 
 def test_missing_path_reports_its_reason() -> None:
     found = rows()
     assert "median_seconds" not in found["mbridge"]
-    assert "- mbridge: not installed" in markdown(list(found.values()), {"commit": "abc"})
+    assert "- mbridge: not installed" in part_of({"rows": list(found.values()), "facts": {}})
 
 
 @pytest.mark.parametrize(

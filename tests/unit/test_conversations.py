@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,12 @@ from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
 from mcore_rl.environments.conversation import ConversationTokens
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.environments.wire import Started
-from mcore_rl.hybrid_engine.vllm.generation import Sampling
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.conversations import Conversations, turns_of
-from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, SamplingTarget
-from mcore_rl.rollout.group_plan import GroupPlan
-from mcore_rl.rollout.groups import GroupScheduler
+from mcore_rl.rollout.group_sampler import Rules
 from mcore_rl.rollout.pending import read_groups, write_groups
 from mcore_rl.rollout.segments import OpenGroup, new_rollout
-from mcore_rl.rollout.stream import run_stream
-from tests.unit.test_groups import ScriptedEngine, token
+from tests.unit.scripted_sampling import ScriptedEngine, Steps, token
 
 SIZE, ROOM, MAX_TOKENS, TURN = 2, 6, 30, 3
 BEHAVIOURS = ("good", "good", "hangs", "good", "dies", "floods", "nonsense", "raises", "good")
@@ -105,42 +100,35 @@ def conversations() -> Iterator[Conversations]:
     made.close()
 
 
-def run_groups(
+def steps_of(
     conversations: Conversations,
-    target: SamplingTarget,
+    rules: Rules,
     prompt_of: Callable[[int], Prompt] = prompt_of,
-    pending: Sequence[OpenGroup] = (),
-    **changes: Any,
-) -> tuple[GroupScheduler, NoRewards, TurnEngine]:
+    next_draw: int = 0,
+    **options: Any,
+) -> tuple[Steps, NoRewards, TurnEngine]:
     engine, rewards = TurnEngine(), NoRewards()
-    plan = GroupPlan(
-        SIZE, Sampling(), MAX_TOKENS, 5, 0, 1, has_environments=True, max_turn_tokens=None
-    )
-    plan = replace(plan, **changes)
-    groups = GroupScheduler(
-        engine,  # type: ignore[arg-type]
-        plan,
-        prompt_of,
-        dispatcher=Dispatcher(target, LocalCounters(), "step"),
-        rewards=rewards,  # type: ignore[arg-type]
-        select=None,
-        at_once=ROOM,
-        pending=pending,
+    steps = Steps(
+        rules,
+        rewards,
+        engine=engine,
+        next_draw=next_draw,
+        prompt_of=prompt_of,
         conversations=conversations,
+        num_samples=SIZE,
+        max_tokens=MAX_TOKENS,
+        has_environments=True,
+        **options,
     )
-    run_stream(engine, groups)  # type: ignore[arg-type]
-    groups.wait()
-    assert groups.error is None
-    return groups, rewards, engine
+    return steps, rewards, engine
 
 
 @pytest.fixture(scope="module")
 def conversation_groups(
     conversations: Conversations,
 ) -> tuple[list[OpenGroup], NoRewards, TurnEngine]:
-    groups, rewards, engine = run_groups(conversations, SamplingTarget.of(len(BEHAVIOURS)))
-    taken, _ = groups.partition(groups.decide())
-    return taken, rewards, engine
+    steps, rewards, engine = steps_of(conversations, Rules(len(BEHAVIOURS)))
+    return steps.step().taken, rewards, engine
 
 
 Conversed = tuple[list[OpenGroup], NoRewards, TurnEngine]
@@ -230,11 +218,10 @@ def test_stopped_group_is_dropped_during_a_call(
 ) -> None:
     """The first two groups are enough; the third's environments would hang for ten seconds."""
     failures = conversations._pool.failure_counts.total()
-    groups, _, _ = run_groups(conversations, SamplingTarget.of(2, oversample=1.5))
-    taken, pending = groups.partition(groups.decide())
-    counts = groups.counts()
-    assert [group.draw for group in taken] == [0, 1] and not pending
-    assert (counts.started, counts.dropped, counts.left_samples) == (3, 1, SIZE)
+    steps, _, _ = steps_of(conversations, Rules(2, extra_groups=1))
+    step = steps.step()
+    assert [group.draw for group in step.taken] == [0, 1] and not steps.pending
+    assert (step.end.started, [group.draw for group in step.dropped]) == (3, [2])
     assert conversations.num_open == 0
     # No environment was waited for until its timeout.
     assert conversations._pool.failure_counts.total() == failures
@@ -250,30 +237,26 @@ def test_stopped_conversations_continue_in_later_steps_and_after_a_checkpoint(
 
     conversations = make_conversations(kind="Counting")
     trained: list[OpenGroup] = []
-    pending: list[OpenGroup] = []
-    position, stopped = 0, Counter[bool]()
+    stopped = Counter[bool]()
+    rules = Rules(2, max_staleness=9, extra_groups=2)
+    steps, _, _ = steps_of(conversations, rules, prompt_of)
     for version in range(1, 7):
-        target = SamplingTarget.of(2, oversample=2.0)
-        target = target.with_pending(num_pending=len(pending), num_reserved=0)
-        groups, _, _ = run_groups(
-            conversations,
-            target,
-            prompt_of,
-            pending,
-            keeps_unfinished=True,
-            first_draw=position,
-            weight_version=version,
-        )
+        trained += steps.step().taken
         assert conversations.num_open == 0  # the processes end with the step
-        position += groups.counts().num_draws
-        taken, pending = groups.partition(groups.decide())
-        trained += taken
-        kept = [each for group in pending for each in group.conversations.values()]
+        kept = [each for group in steps.pending for each in group.conversations.values()]
         stopped.update(each.unanswered is not None for each in kept)
         if version % 2:
-            write_groups(pending, tmp_path, 0)
+            write_groups(steps.pending, tmp_path, 0)
             pending = read_groups(
                 tmp_path, prompt_of, tp_group=0, num_tp_groups=1, has_environments=True
+            )
+            steps, _, _ = steps_of(
+                conversations,
+                rules,
+                prompt_of,
+                steps.position,
+                version=version,
+                continuing=pending,
             )
     conversations.close()
     assert len(trained) == 12 and len({group.draw for group in trained}) == 12
@@ -299,11 +282,12 @@ def test_stopped_conversations_continue_in_later_steps_and_after_a_checkpoint(
 def test_batches_do_not_depend_on_the_speed_of_environments_with_waits() -> None:
     conversations, batches = make_conversations(waits=True), []
     for how in ("good", "hesitates", "hesitates"):
-        _, _, engine = run_groups(
+        steps, _, engine = steps_of(
             conversations,
-            SamplingTarget.of(6),
+            Rules(6, deterministic=True),
             lambda draw, how=how: prompt_with_behaviour(draw, how),
         )
+        steps.step()
         batches.append(engine.batches)
     conversations.close()
     assert batches[0] == batches[1] == batches[2]

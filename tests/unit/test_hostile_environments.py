@@ -24,18 +24,16 @@ from mcore_rl.environments.interface import EnvironmentSpec, Response
 from mcore_rl.environments.pool import EnvironmentPool
 from mcore_rl.environments.wire import Event, Started, Stepped
 from mcore_rl.environments.wire import event_of as event_of_answer
-from mcore_rl.hybrid_engine.vllm.generation import Completion, Sampling
+from mcore_rl.hybrid_engine.vllm.generation import Completion
 from mcore_rl.isolation import wire, zygote_process
 from mcore_rl.isolation.wire import Failed, answer_of
 from mcore_rl.isolation.zygote import Program
 from mcore_rl.rewards.parts import weighed
 from mcore_rl.rollout.comparison import Selection
 from mcore_rl.rollout.conversations import Conversations
-from mcore_rl.rollout.dispatch import Dispatcher, LocalCounters, SamplingTarget
-from mcore_rl.rollout.group_plan import GroupPlan
-from mcore_rl.rollout.groups import GroupScheduler
-from mcore_rl.rollout.stream import run_stream
+from mcore_rl.rollout.group_sampler import Rules
 from tests import hostile
+from tests.unit.scripted_sampling import Steps
 from tests.unit.test_conversation import chatml
 from tests.unit.test_conversations import NoRewards, TurnEngine
 
@@ -316,42 +314,40 @@ def test_conversations_are_settled_once_and_tokens_counted(
     spec = EnvironmentSpec("a:B", timeout_seconds=60.0, memory_gib=1.0, max_turns=4)
     tokens = ConversationTokens(Words(), use_chat_template=False, ends=(), vocabulary=10_000)
     limits = {"max_prompt_tokens": MAX_PROMPT_TOKENS, "max_tokens": MAX_TOKENS}
-    target = SamplingTarget.of(2, max_refills=1 if compares else None, oversample=oversample)
-    plan = GroupPlan(
-        SIZE, Sampling(), MAX_TOKENS, 5, 0, 1, with_greedy=with_greedy, has_environments=True
-    )
+    rules = Rules(2, max_refills=1 if compares else None, extra_groups=int(2 * oversample) - 2)
     with zygotes(messages, []) as made:
         conversations = Conversations(spec, tokens, **limits)
         engine, rewards = CountingEngine(made), _Rewards()
-        groups = GroupScheduler(
-            engine,  # type: ignore[arg-type]
-            plan,
-            lambda draw: Prompt(draw, "add", "", np.array([draw], np.int32)),
-            dispatcher=Dispatcher(target, LocalCounters(), "step"),
-            rewards=rewards,  # type: ignore[arg-type]
-            select=_select if compares else None,
-            at_once=6,
+        steps = Steps(
+            rules,
+            rewards,
+            engine=engine,
+            next_draw=0,
+            prompt_of=lambda draw: Prompt(draw, "add", "", np.array([draw], np.int32)),
             conversations=conversations,
+            select=_select,
+            num_samples=SIZE,
+            max_tokens=MAX_TOKENS,
+            with_greedy=with_greedy,
+            has_environments=True,
         )
-        run_stream(engine, groups)  # type: ignore[arg-type]
-        groups.wait()
-        assert groups.error is None and conversations.num_open == 0
+        step = steps.step()
+        assert conversations.num_open == 0
         conversations.close()
-    taken, _ = groups.partition(groups.decide())
-    counts = groups.counts()
-    assert counts.generated_tokens == engine.num_tokens
+    size = SIZE + with_greedy
+    generated, left_tokens = step.num_tokens
+    assert generated == engine.num_tokens
     settled = [(each.prompt.index, each.sample_index) for each in rewards.begun]
     assert len(settled) == len(set(settled))
-    names = {group.draw for group in taken}
-    assert {(draw, index) for draw in names for index in range(plan.size)} <= set(settled)
-    left = [draw for draw in groups.open if draw not in names]
-    assert counts.left_samples == SIZE * len(left)
-    numbers = [draw * plan.size + index for draw in left for index in range(SIZE)]
-    assert counts.left_tokens == sum(engine.length.get(number, 0) for number in numbers)
-    for group in taken:
+    scored = [*step.taken, *step.replaced]
+    assert {(each.draw, index) for each in scored for index in range(size)} <= set(settled)
+    numbers = [each.draw * size + index for each in step.dropped for index in range(SIZE)]
+    left_tokens += sum(each.num_tokens(SIZE) for each in step.dropped)
+    assert left_tokens == sum(engine.length.get(number, 0) for number in numbers)
+    for group in scored:
         for index, rollout in enumerate(group.rollouts):
             assert len(rollout.response_token_ids) <= MAX_TOKENS
-            length = engine.length.get(group.draw * plan.size + index, 0)
+            length = engine.length.get(group.draw * size + index, 0)
             assert len(rollout.response_token_ids) == length
             assert np.isfinite(sum(turn.reward for turn in rollout.turn_rewards))
 

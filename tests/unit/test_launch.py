@@ -701,3 +701,30 @@ def test_ranks_share_the_cores_unless_threads_are_given(
     )
     threads = 1 if torch.cuda.is_available() else max(1, available_cores() // num_ranks)
     assert ended.stdout.split() == [given or str(threads)] * num_ranks, ended.stderr
+
+
+def test_a_process_that_ends_at_once_has_done_what_python_does_at_the_end(tmp_path: Path) -> None:
+    """It waits for other threads, but not for idle ones of an executor, calls the exit handlers,
+    and writes what is in its buffers; what modules hold is not torn down."""
+    script = textwrap.dedent(
+        """
+        import atexit, concurrent.futures, threading, time
+        from mcore_rl.common.exits import end_at_once
+
+        class Held:
+            def __del__(self):
+                print("torn down")
+
+        held = Held()
+        atexit.register(print, "exit handler")
+        idle = concurrent.futures.ThreadPoolExecutor(1)
+        idle.submit(time.time).result()
+        threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+        print("main")
+        end_at_once(7)
+        """
+    )
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 7
+    assert ended.stdout.split("\n") == ["main", "thread", "exit handler", ""]

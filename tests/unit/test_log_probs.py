@@ -10,6 +10,7 @@ import torch
 from torch.distributions import Categorical
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mcore_rl.megatron import log_probs
 from mcore_rl.megatron.log_probs import (
     vocab_parallel_log_probs,
     vocab_parallel_reverse_kl,
@@ -60,6 +61,17 @@ def test_values_and_gradients_equal_reference(temperature: float, chunk_tokens: 
     expected = gradients(naive, temperature=temperature)
     assert {tensor.dtype for tensor in actual} == {torch.float32}
     assert_close(actual, expected)  # float32, sums of 24
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_of_host_memory_change_no_bit(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"dtype": dtype, "temperature": 0.7, "chunk_tokens": 8}
+    whole = gradients(fused, **options)
+    monkeypatch.setattr(log_probs, "_BLOCK_BYTES", 3 * VOCAB * 4)  # three rows of seven
+    for ours, theirs in zip(gradients(fused, **options), whole, strict=True):
+        assert ours.equal(theirs)
 
 
 def test_gradients_pass_gradcheck_in_float64() -> None:

@@ -66,10 +66,11 @@ def assert_equal_but_gradients(training: Training, before: dict[str, torch.Tenso
             assert torch.equal(value, before[name]), name
 
 
-def test_cycle_restores_every_view_bit_for_bit() -> None:
+@pytest.mark.parametrize("chunk_bytes", [1 << 10, 1 << 20], ids=["storages", "arenas"])
+def test_cycle_restores_every_view_bit_for_bit(chunk_bytes: int) -> None:
     training = Training()
     before, addresses = training.copies(), {n: id(v) for n, v in training.views().items()}
-    offloading = offloader(training, keep_gradients=True)
+    offloading = offloader(training, keep_gradients=True, chunk_bytes=chunk_bytes)
     for _ in range(2):
         offloading.offload()
         storages = [v.untyped_storage() for v in training.views().values()]
@@ -83,6 +84,30 @@ def test_cycle_restores_every_view_bit_for_bit() -> None:
         training.own.fill_(4.0)
     assert (training.weight == 3).all() and (training.buffer[10:910] == 3).all()
     assert (training.shard_of_own == 4).all()
+
+
+def test_state_of_an_optimizer_leaves_in_a_few_arenas() -> None:
+    generator = torch.Generator().manual_seed(1)
+    sizes = torch.randint(1, 2000, (3000,), generator=generator).tolist()
+    state = [torch.nn.Parameter(torch.randn(n, generator=generator)) for n in sizes]
+    state += [torch.randint(0, 9, (n,), dtype=torch.uint8, generator=generator) for n in (1, 7)]
+    large, scalar = torch.randn(1 << 20, generator=generator), torch.tensor(3.0)
+    view = state[5].view(-1)  # another object uses this memory
+    tensors = {"parameters": [], "gradients": []}
+    tensors["optimizer"] = [(str(n), each) for n, each in enumerate([*state, large, scalar])]
+    before = [each.detach().clone() for _, each in tensors["optimizer"]]
+    offloading = Offloader(lambda: tensors, ALL, device=CPU, chunk_bytes=1 << 20)
+    for _ in range(2):
+        offloading.offload()
+        # 12.6 MB in arenas of 1 MiB, what is larger, and what has a view.
+        places = {each.untyped_storage()._cdata for _, each in tensors["optimizer"]}
+        assert len(places) == 13 + 2
+        offloading.onload()
+        for (name, each), was in zip(tensors["optimizer"], before, strict=True):
+            assert torch.equal(each, was), name
+    with torch.no_grad():
+        state[5].fill_(2.0)
+    assert (view == 2).all()
 
 
 def test_nan_payloads_and_odd_sizes_survive() -> None:

@@ -70,7 +70,8 @@ def test_all_ways_are_simulated_and_one_is_recommended(
 ) -> None:
     found = simulated(tmp_path)
     rows = found["candidates"]
-    assert [row["candidate"]["mode"] for row in rows[:3]] == [COLOCATED, PARTIAL, SEPARATE]
+    ways = [row["candidate"]["mode"] for row in rows[:5]]
+    assert ways == [COLOCATED, PARTIAL, PARTIAL, PARTIAL, SEPARATE]
     separate = [row["candidate"] for row in rows if row["candidate"]["mode"] == SEPARATE]
     trainers = {each["num_trainers"] for each in separate}
     assert trainers <= {2, 4, 6, 8, 12} and len(trainers) >= 2  # 96 samples, DP 1, 2, 3, 4, 6

@@ -1,6 +1,6 @@
 """Counters and limits of a step, in all combinations of options, against a slow reference.
 
-Engines are threads, with the real collector, workers, dispatcher and groups; tokens and rewards are
+Engines are threads, with the real sampler, workers, draws and scheduler; tokens and rewards are
 scripted. The reference counts again from a record of what each engine did.
 """
 
@@ -13,11 +13,11 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +25,7 @@ from mcore_rl.algorithms import registry
 from mcore_rl.algorithms.registry import Drop, group_filter
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout
+from mcore_rl.common import objects
 from mcore_rl.common.parameters import Parameters
 from mcore_rl.config import RLConfig
 from mcore_rl.hybrid_engine.vllm.generation import Completion
@@ -34,18 +35,16 @@ from mcore_rl.rewards.functions import REWARD_MODEL
 from mcore_rl.rewards.parts import weighed
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.rollout import engines as engines_module
-from mcore_rl.rollout import sample_store as store_module
-from mcore_rl.rollout.collector import Collected, Collector
-from mcore_rl.rollout.dispatch import LocalCounters
 from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.sample_store import SampleStore
+from mcore_rl.rollout.sampler import Collected, Sampler
 from tests import hostile
-from tests.unit.test_collector import prompts
-from tests.unit.test_groups import ScriptedEngine, number_of
+from tests.prompt_tables import one_source
+from tests.unit.scripted_sampling import ScriptedEngine, number_of
 
 _PATIENT_SECONDS = 120.0
 _MAX_POLLS = 60_000
+NUM_PROMPTS = 20
 
 
 def varied(group: Sequence[ScoredRollout], parameters: Parameters) -> Drop | None:
@@ -136,7 +135,8 @@ class Options:
 @st.composite
 def options(draw: st.DrawFn) -> Options:
     partial, dynamic = draw(st.booleans()), draw(st.booleans())
-    oversample = draw(st.sampled_from([1.2, 1.5, 2.0] if partial else [None, 1.0, 1.5, 2.5]))
+    most = draw(st.integers(1, 3))
+    oversample = draw(st.sampled_from([1.2, 1.5, 1.0 + most] if partial else [None, 1.0, 1.5, 2.5]))
     alone = not partial and (oversample or 1.0) == 1.0
     return Options(
         num_engines=draw(st.integers(1, 4)),
@@ -144,7 +144,7 @@ def options(draw: st.DrawFn) -> Options:
         num_samples=draw(st.integers(2, 3)),
         oversample=oversample,
         partial=partial,
-        max_staleness=draw(st.integers(1, 3)),
+        max_staleness=most,
         stale_rollouts=draw(st.sampled_from(["finish", "drop"])),
         dynamic=dynamic,
         by_filter=dynamic and draw(st.booleans()),
@@ -224,9 +224,16 @@ class World:
     def __init__(self, size: int) -> None:
         self._here, self._gathered = threading.local(), [None] * size
         self._barrier = threading.Barrier(size, timeout=_PATIENT_SECONDS)
-        self.rank = 0  # while ranks are created one by one
         self._pool = ThreadPoolExecutor(size)
         self._size = size
+        store = dist.HashStore()
+        self._patch = patch = pytest.MonkeyPatch()
+        patch.setattr(dist, "get_rank", lambda: self._here.rank)
+        patch.setattr(dist, "get_world_size", lambda: size)
+        patch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+        patch.setattr(objects, "all_gather", self.all_gather)
+        patch.setattr(objects, "broadcast", lambda mine, source: self.all_gather(mine)[source])
+        patch.setattr(objects, "barrier", self._barrier.wait)
 
     def all_gather(self, mine: Any) -> list[Any]:
         self._gathered[self._here.rank] = mine
@@ -248,20 +255,11 @@ class World:
         return [each.result() for each in futures]
 
     def close(self) -> None:
+        self._patch.undo()
         self._pool.shutdown()
 
 
-class SharedCounters(LocalCounters):
-    def __init__(self) -> None:
-        super().__init__()
-        self._lock = threading.Lock()
-
-    def add(self, key: str, amount: int) -> int:
-        with self._lock:
-            return super().add(key, amount)
-
-
-class _Collector(Collector):
+class _Sampler(Sampler):
     """Records the draws whose prompts are looked up, that is, that were started."""
 
     looked_up: list[int]
@@ -283,33 +281,18 @@ class Run:
     looked_up: list[int] = field(default_factory=list)  # draws, in the order of their look-ups
 
     def __enter__(self) -> Run:
-        size = self.options.num_engines
-        self.world = World(size)
-        with pytest.MonkeyPatch.context() as patch:
-            store = SharedCounters()
-            fake = SimpleNamespace(
-                get_rank=lambda: self.world.rank,
-                get_world_size=lambda: size,
-                PrefixStore=lambda prefix, store: store,
-                distributed_c10d=SimpleNamespace(_get_default_store=lambda: store),
-            )
-            patch.setattr(engines_module, "dist", fake)
-            patch.setattr(store_module, "dist", fake)
-            made = [self._made(rank) for rank in range(size)]
-        self.engines, self.stacks, self.workers, self.collectors = zip(*made, strict=True)
-        self._patch = pytest.MonkeyPatch()
-        gathering = SimpleNamespace(all_gather=self.world.all_gather)
-        self._patch.setattr(engines_module, "objects", gathering)
+        self.world = World(self.options.num_engines)
+        made = self.world.on_all(self._made)
+        self.engines, self.stacks, self.samplers = zip(*made, strict=True)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._patch.undo()
         self.world.close()
 
     def _made(self, rank: int) -> tuple[Any, ...]:
-        self.world.rank = rank
         size, options = self.options.num_engines, self.options
-        layout = RolloutLayout(size, 1, expert_parallel=False)
+        order = range(size)[:: -1 if options.seed % 2 else 1]  # a rank map may be any
+        layout = RolloutLayout(size, 1, expert_parallel=False, rank_map=tuple(order))
         sample_store = SampleStore(TrainLayout(size), layout, [[[]]])
         engine, stack = TracedEngine(options), ScriptedStack(options)
         name = REWARD_MODEL if options.reward_model else "scripted"
@@ -317,9 +300,9 @@ class Run:
         model = self._reward_model if options.reward_model else None
         workers = RolloutWorkers(engine, layout, options.config.rollout, spec, sample_store, model)  # type: ignore[arg-type]
         workers.rewards = stack  # type: ignore[assignment]
-        collector = _Collector(
+        sampler = _Sampler(
             workers,
-            prompts(),  # type: ignore[arg-type]
+            one_source(NUM_PROMPTS),
             options.config.recipe,
             options.config.rollout,
             spec,
@@ -327,10 +310,9 @@ class Run:
             seed=options.seed,
             timers=StageTimers(),
             position=0,
-            sample_store=sample_store,
         )
-        collector.looked_up = self.looked_up
-        return engine, stack, workers, collector
+        sampler.looked_up = self.looked_up
+        return engine, stack, sampler
 
     def _reward_model(self, sample_store: SampleStore, table: SampleTable) -> list[Outcome]:
         # The table has no response index: rows of a draw are in the order of its responses.
@@ -342,7 +324,7 @@ class Run:
         return found
 
     def pending(self) -> set[int]:
-        return {group.draw for workers in self.workers for group in workers.pending}
+        return {group.draw for sampler in self.samplers for group in sampler.pending}
 
     def started(self) -> set[int]:
         """Return the draws dispatched to any engine, sampled or not."""
@@ -357,9 +339,9 @@ class Run:
         self.version += 1
         before, known = self.pending(), self.started()
         tokens = sum(engine.num_tokens for engine in self.engines)
-        ages, self.position = self._ages(before), self.collectors[0].position
+        ages, self.position = self._ages(before), self.samplers[0].position
         by_rank = self.world.on_all(
-            lambda rank: self.collectors[rank].collect(self.version, lambda: None)
+            lambda rank: self.samplers[rank].collect(self.version, lambda: None)
         )
         collected = by_rank[0]
         for other in by_rank[1:]:
@@ -372,7 +354,7 @@ class Run:
         return collected
 
     def _ages(self, draws: set[int]) -> dict[int, int]:
-        groups = [group for workers in self.workers for group in workers.pending]
+        groups = [group for sampler in self.samplers for group in sampler.pending]
         return {g.draw: self.version - (g.oldest_version or self.version) for g in groups}
 
     def _check(
@@ -459,14 +441,17 @@ class Run:
 
 
 def test_dropped_responses_count_with_their_length_so_far() -> None:
-    """The first two of four are taken, at 4 and 6 tokens; the others have 6 by then."""
+    """The first two of four are taken, at 4 and 6 tokens; the others have at least 6 by then."""
     alone = Options(
         groups=2, num_samples=1, oversample=2.0, algorithm="reinforce_pp", lengths=(4, 6, 20, 30)
     )
     with Run(alone) as run:
         collected = run.step()
-    assert collected.metrics["rollout/length_bias_tokens"] == -0.5
-    assert collected.num_generated_tokens == 4 + 6 + 6 + 6
+    left = [run.length(draw, 0) for draw in (2, 3)]
+    assert min(left) >= 6
+    bias = (4 + 6) / 2 - (4 + 6 + sum(left)) / 4
+    assert collected.metrics["rollout/length_bias_tokens"] == bias
+    assert collected.num_generated_tokens == 4 + 6 + sum(left)
 
 
 def test_first_sample_of_a_run_is_shown_once() -> None:

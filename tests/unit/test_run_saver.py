@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import save as save_checkpoint
 
 from mcore_rl import train
+from mcore_rl.common import exits
 from mcore_rl.common.errors import UsageError
 from mcore_rl.config import RLConfig
 from mcore_rl.data.demonstrations import Demonstrations
@@ -30,9 +31,9 @@ from mcore_rl.data.source_position import Begin, changes_between, continued
 from mcore_rl.job import start as start_module
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.observe.stage_timers import StageTimers
-from mcore_rl.rollout.ahead_state import AheadState
 from mcore_rl.rollout.branch import Branch
 from mcore_rl.rollout.pending import write_groups
+from mcore_rl.rollout.sampling_state import SamplingState
 from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.trainer import saver as saver_module
 from mcore_rl.trainer.resume import folders
@@ -469,9 +470,10 @@ def test_main_program_is_the_imported_module(monkeypatch):
 
     started: list[str] = []
     monkeypatch.setattr(train, "main", lambda: started.append("by name"))
+    monkeypatch.setattr(exits, "end_at_once", lambda code: started.append(f"ended with {code}"))
     monkeypatch.setattr(start_module, "start", second_module)
     runpy.run_module("mcore_rl.train", run_name="__main__")
-    assert started == ["by name"]
+    assert started == ["by name", "ended with 0"]
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -482,7 +484,7 @@ def test_groups_that_other_prompts_drop_are_counted(tmp_path, caplog, ahead):
     write_groups([OpenGroup.new(draw, 2) for draw in (4, 7)], folder / "rollout", 0)
     write_groups([OpenGroup.new(5, 2)], folder / "rollout", 1)
     if ahead:  # some had not started
-        AheadState(9, dict.fromkeys(range(4, 9), 3), 3).write(folder / "rollout")
+        SamplingState(9, dict.fromkeys(range(4, 9), 3), 3).write(folder / "rollout")
     _log_dropped(folder)
     (said,) = caplog.messages
     assert f"{5 if ahead else 3} groups in {folder}" in said and "are dropped" in said

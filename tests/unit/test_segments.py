@@ -18,9 +18,8 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling
 from mcore_rl.moe.routing import RoutedLayers, Routes
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.rollout.ahead_state import AheadState
-from mcore_rl.rollout.collector import lengths_in
 from mcore_rl.rollout.pending import EngineLimits, check_environments, read_groups, write_groups
+from mcore_rl.rollout.sampling_state import SamplingState, read_lengths, write_lengths
 from mcore_rl.rollout.segments import (
     KeptConversation,
     OpenGroup,
@@ -379,10 +378,10 @@ def test_pipes_in_place_of_groups_are_refused(tmp_path: Path, num_tp_groups: int
         read_groups(tmp_path, lambda draw: PROMPT, tp_group=0, num_tp_groups=num_tp_groups)
     os.mkfifo(tmp_path / "ahead.json")
     with pytest.raises(UsageError, match="does not hold draws .* is not a regular file"):
-        AheadState.read(tmp_path, 0)
+        SamplingState.read(tmp_path, 0)
     os.mkfifo(tmp_path / "lengths.safetensors")
     with pytest.raises(UsageError, match="does not hold lengths .* is not a regular file"):
-        lengths_in(tmp_path / "lengths.safetensors", 3)
+        read_lengths(tmp_path, np.empty(3, np.int32))
 
 
 @pytest.mark.parametrize("size", [0, 7, 100, -1])
@@ -406,15 +405,25 @@ def test_truncated_groups_are_refused(tmp_path: Path, size: int) -> None:
     ],
 )
 def test_malformed_lengths_are_refused(tmp_path: Path, arrays: object) -> None:
-    file = tmp_path / "lengths.safetensors"
+    file, lengths = tmp_path / "lengths.safetensors", np.full(3, 7, np.int32)
     if isinstance(arrays, dict):
         save_file(arrays, file)
     elif isinstance(arrays, bytes):
         file.write_bytes(arrays)
+    else:
+        file.mkdir()
     with pytest.raises(UsageError, match=f"--load: {file} does not hold lengths .*load another"):
-        lengths_in(file, 3)
-    save_file({"lengths": np.array([-1, 0, 5], np.int32)}, file)
-    assert lengths_in(file, 3).tolist() == [-1, 0, 5]
+        read_lengths(tmp_path, lengths)
+    assert lengths.tolist() == [7, 7, 7]
+
+
+def test_lengths_are_those_that_were_written_if_there_are_any(tmp_path: Path) -> None:
+    lengths = np.full(3, 7, np.int32)
+    read_lengths(tmp_path, lengths)
+    assert lengths.tolist() == [7, 7, 7]
+    write_lengths(np.array([-1, 0, 5], np.int32), tmp_path)
+    read_lengths(tmp_path, lengths)
+    assert lengths.tolist() == [-1, 0, 5]
 
 
 def test_finished_response_that_no_environment_has_judged_starts_again(tmp_path: Path) -> None:

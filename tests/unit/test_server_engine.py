@@ -13,7 +13,8 @@ from mcore_rl.hybrid_engine.remote.server_generation import (
 )
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling, seed_of
 from mcore_rl.moe.routing import RoutedLayers
-from mcore_rl.rollout.stream import StreamActions, run_stream
+from mcore_rl.rollout.stream import StreamActions
+from tests.streams import run_stream
 from tests.unit.fake_servers import FakeServer, fake_servers, response_to
 from tests.unit.server_engines import (
     NUM_TOKENS,

@@ -95,7 +95,7 @@ class Connection:
         self.hanging = [number for number, url in enumerate(self.urls) if url in hanging]
         if {*self.urls} & (self.world.failing | self.world.hanging | hanging):
             raise RuntimeError("a worker is gone")
-        return SimpleNamespace(received_bytes=[1], needed_bytes=[1])
+        return SimpleNamespace(received_bytes=[1], needed_bytes=[1], repeated=False)
 
     def shutdown(self) -> None:
         pass

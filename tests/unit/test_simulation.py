@@ -17,7 +17,6 @@ from mcore_rl.planner.simulation import (
     COLOCATED,
     OVERSAMPLE,
     PARTIAL,
-    PARTIAL_STALENESS,
     SEPARATE,
     Candidate,
     Simulated,
@@ -246,7 +245,8 @@ def test_partial_rollouts_do_not_wait_for_long_response() -> None:
     load = workload(groups_per_step=16, lengths=lengths)
     candidate = Candidate(COLOCATED, 4, 4, 4, 16, 0.0)
     whole = simulate(candidate, load, speeds(train_rate=math.inf))
-    partial = simulate(replace(candidate, mode=PARTIAL), load, speeds(train_rate=math.inf))
+    candidate = replace(candidate, mode=PARTIAL, max_staleness=4)
+    partial = simulate(candidate, load, speeds(train_rate=math.inf))
     assert whole.step_seconds > 1.5 * partial.step_seconds
 
 
@@ -263,12 +263,12 @@ def test_tools_that_have_not_answered_are_asked_again_in_the_next_step() -> None
     )
     load = workload(groups_per_step=1, samples_per_group=1, lengths=lengths, seed=seed)
     load = replace(load, tool_seconds=30.0)
-    candidate = Candidate(PARTIAL, 1, 1, 1, 8, 0.0)
-    steps = PARTIAL_STALENESS + 1
+    candidate = Candidate(PARTIAL, 1, 1, 1, 8, 0.0, max_staleness=4)
+    steps = 5
     found = simulate(candidate, load, speeds(train_rate=math.inf), warm_up_steps=0, steps=steps)
-    assert found.trained == (0, 2, 3, 4, 1) and found.staleness_max == PARTIAL_STALENESS
+    assert found.trained == (0, 2, 3, 4, 1) and found.staleness_max == 4
     # Steps of 20 tokens; in the last one the tool answers, and 4 tokens follow.
-    assert found.step_seconds == pytest.approx((PARTIAL_STALENESS * 10 + 30 + 2) / steps)
+    assert found.step_seconds == pytest.approx((4 * 10 + 30 + 2) / steps)
 
 
 # ---------------------------------------------------------------------------------- properties
@@ -298,7 +298,7 @@ def runs(draw: st.DrawFn) -> tuple[Candidate, Workload, Speeds]:
         num_engines=draw(st.integers(1, 3)),
         most_running=draw(st.integers(1, 9)),
         hand_over_seconds=draw(st.sampled_from([0.0, 2.0])),
-        max_staleness=draw(st.integers(0, 4)) if mode == SEPARATE else 0,
+        max_staleness=0 if mode == COLOCATED else draw(st.integers(int(mode == PARTIAL), 4)),
     )
     engine = EngineSpeed((1, 4), (0.1, draw(st.sampled_from([0.1, 0.3]))), 1000.0)
     return candidate, load, Speeds(engine, draw(st.sampled_from([5.0, 50.0, math.inf])))
@@ -317,8 +317,7 @@ def test_each_group_is_trained_once_and_in_time(run: tuple[Candidate, Workload, 
     for step in range(12):
         in_step = found.trained[step * num : (step + 1) * num]
         assert max(in_step) < (step + 1) * num + ahead
-    limit = {COLOCATED: 0, SEPARATE: candidate.max_staleness}.get(candidate.mode, PARTIAL_STALENESS)
-    assert found.staleness_max <= limit
+    assert found.staleness_max <= candidate.max_staleness
     assert 0 <= found.trainer_idle <= 1 and 0 <= found.engine_idle <= 1
     # No response is faster than its tokens.
     tokens = sum(tokens_of(load, draw) for draw in found.trained)
@@ -339,7 +338,10 @@ MEASURED = EngineSpeed((1, 64, 256), (0.010, 0.014, 0.026), 40_000.0)
 
 def ways(most_running: int, splits: tuple[int, ...]) -> list[Candidate]:
     """All ways to use 64 ranks with engines of TP2."""
-    found = [Candidate(mode, 64, 64, 32, most_running, 4.0) for mode in (COLOCATED, PARTIAL)]
+    found = [
+        Candidate(PARTIAL if ahead else COLOCATED, 64, 64, 32, most_running, 4.0, ahead)
+        for ahead in (0, 1, 4)
+    ]
     for trainers in splits:
         engines = (64 - trainers) // 2
         found += [

@@ -225,7 +225,7 @@ def test_prompts_know_their_source_and_rows_are_counted_over_all():
     assert [each.source for each in found] == ["a", "a", "b", "b", "b"]
     assert prompts.sources_of(np.array([0, 4, 1, 2])).tolist() == [0, 1, 0, 1]
     assert prompts.first_of_each(2).tolist() == [0, 1, 2, 3]
-    plan = GroupPlan(1, Sampling(1.0), 9, seed=1, first_draw=0, weight_version=0)
+    plan = GroupPlan(1, Sampling(1.0), 9, seed=1)
     assert plan.request(0, new_rollout(found[0], 0, 0)).max_tokens == 5
 
 

@@ -41,8 +41,9 @@ def test_a_lost_peer_leaves_no_group_call_open_in_the_callers_thread(
     for name in ("P2POp", "all_reduce"):
         monkeypatch.setattr(dist, name, MagicMock())
     monkeypatch.setattr(dist, "batch_isend_irecv", nccl.batch)
+    world = MagicMock(rank=0, size=2, lost=lambda error: error)
     with CudaOnMeta():
-        transport = Transport([TREE], None, MagicMock(rank=0, size=2), torch.device("cuda"))
+        transport = Transport([TREE], None, world, torch.device("cuda"))
     calls = [Call(TREE, torch.zeros(4, dtype=torch.uint8))]
     transport.start(calls).wait()
     monkeypatch.setattr(Nccl, "peer_is_lost", True)

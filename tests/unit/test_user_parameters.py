@@ -263,6 +263,7 @@ SIGNATURES = {
     "prompts": "(name)",
     "recipe": "(name, parts)",
     "reward": "(name)",
+    "sampler": "(name, parameters)",
 }
 FIELDS = {
     "AdvantageInputs": "scores group_ids response_lengths rows token_rewards loss_mask lengths "
@@ -279,19 +280,23 @@ FIELDS = {
     "norm_epsilon zero_centered_norms dense_size "
     "stacked_experts router names rope_types default_rope_theta vllm_names partial_rotary_factor "
     "rope_of_images has_drafter",
+    "Generate": "token_ids max_tokens",
+    "Generated": "token_ids log_probs finish_reason",
     "Parameters": "",
     "PolicyLossInputs": "log_probs old_log_probs advantages loss_mask lengths selected",
     "Prompt": "index text answer token_ids row source max_response_tokens num_samples",
     "Recipe": "advantage policy_loss parameters loss_aggregation loss_constant kl_place kl_coef "
     "kl_estimator entropy_coef entropy_target entropy_step value_clip_eps "
     "mismatch_correction score_centering off_policy_threshold old_log_probs num_samples_per_prompt "
-    "dynamic_sampling group_filter max_refills overlong_buffer_tokens overlong_buffer_share "
-    "missing_eos_penalty mask_truncated reward_clip trains_on",
+    "dynamic_sampling group_filter sampler max_refills overlong_buffer_tokens "
+    "overlong_buffer_share missing_eos_penalty mask_truncated reward_clip trains_on",
     "Response": "text token_ids turn finish_reason in_parts",
     "Rollout": "prompt sample_index text response_token_ids rollout_log_probs finish_reason "
     "weight_version routes failure is_generated weight_versions turn_rewards top_tokens",
     "Router": "num_experts also_called expert_size score_function always_normalizes methods "
     "gated_shared_size shared_size layer_types shared_experts scaling_factor",
+    "Sampled": "token_ids log_probs is_generated finish_reason",
+    "SamplerInputs": "prompt num_samples max_tokens decode",
     "ScoredRollout": "rollout reward failure parts baseline dropped",
     "Segments": "sample_ids loss_mask counts",
     "SelectionInputs": "old_log_probs advantages loss_mask random global_sum",

@@ -1,8 +1,8 @@
 """Offload of training's device memory to the host while rollout runs, and back bit for bit.
 
-Storages are emptied and refilled in place, never replaced. Views of a buffer, a `main_grad`, tied
-weights, and main parameters that another object references all keep their identity and are valid
-again after `onload`. They must not be touched in between: reading one raises in torch, writing one
+Storages are emptied and refilled in place. Views of a buffer, a `main_grad`, tied weights, and main
+parameters that another object references all keep their identity and are valid again after
+`onload`. They must not be touched in between: reading one raises in torch, writing one
 kills the process.
 
 Megatron's own helpers do not suffice. The optimizer's replaces `p.data`, which detaches a float32
@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_rl.common.errors import UsageError
+from mcore_rl.hybrid_engine.memory.arenas import move_to_arenas
 from mcore_rl.hybrid_engine.memory.host_memory import HostBuffer
 from mcore_rl.hybrid_engine.memory.usage import give_back_cached
 
@@ -176,6 +177,7 @@ class Offloader:
     `at_start` are the kinds that leave the device while engines start (`kinds_at_start`).
 
     `find` is called before each offload, because an optimizer creates its state in its first step.
+    New state moves into `arenas` of at most `chunk_bytes`, so that it leaves in a few copies.
     Tensors that are not on `device` stay in place (some optimizers keep theirs on the host). With
     `pin`, host memory is page-locked on CUDA and kept from one switch to the next, because locking
     is slow. Without `pin` or CUDA, it is freed on the way back.
@@ -198,7 +200,7 @@ class Offloader:
         assert what | at_start <= set(KINDS), f"{sorted(what | at_start)}: not all among {KINDS}"
         self.what, self._at_start = what, at_start
         self.stats = OffloadStats()
-        self._find, self._device = find, device
+        self._find, self._device, self._chunk_bytes = find, device, chunk_bytes
         self._on_cuda = device.type == "cuda"
         self._kept = set(KINDS) if keep_gradients else set(KINDS) - {"gradients"}
         # Page-locking takes longer than a copy: not worth it for kinds that leave only once.
@@ -342,7 +344,11 @@ class Offloader:
         seen = {s.storage._cdata for segments in self._offloaded.values() for s in segments}
         ends = dict.fromkeys(KINDS, 0)
         segments = []
-        tensors = self._find() if kinds else {}
+        tensors = {kind: list(named) for kind, named in self._find().items()} if kinds else {}
+        if "optimizer" in kinds:
+            state = [tensor for _, tensor in tensors["optimizer"]]
+            on_device = [tensor for tensor in state if tensor.device.type == self._device.type]
+            move_to_arenas(on_device, arena_bytes=self._chunk_bytes)
         for kind in KINDS if kinds else ():
             for name, tensor in tensors[kind]:
                 storage = tensor.untyped_storage()

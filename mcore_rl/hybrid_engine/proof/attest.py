@@ -26,7 +26,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from mcore_rl.common import objects
 from mcore_rl.hybrid_engine.plan.buckets import cut
 from mcore_rl.hybrid_engine.plan.cells import Cell, make_cells
 from mcore_rl.hybrid_engine.proof.slice_hash import HostBits, Place, Sample, host_bits, tensor_key
@@ -71,6 +70,9 @@ class Mismatch:
             return text
         as_held, as_loaded = self.hashes
         return f"{text} (its hash is {as_held:016x} as held and {as_loaded:016x} as loaded)"
+
+
+_Report = tuple[int, list[Mismatch], list[str]]  # a rank's mismatches, some of them, and faults
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +161,8 @@ class Attestor:
     def begin(self, weight_version: int, read: ReadSlice) -> None:
         """Hash the cells that this rank attests, as `read` serves them, and begin to exchange them.
 
-        Collective over the world, but does not wait. `finish` reports a slice that cannot be read
-        as a fault.
+        Collective over the world; it waits only in a joined one. `finish` reports a slice that
+        cannot be read as a fault.
         """
         self._version = weight_version
         self._salts.clear()
@@ -177,23 +179,14 @@ class Attestor:
         self._expected = self._source.sums(self._num_cells, self._device)
         # int64 wraps around, as the hashes do
         self._exchange = dist.all_reduce(self._expected, group=self._world.everyone, async_op=True)
+        if self._world.is_joined:  # a rank that fails can close no group in which a collective runs
+            self.wait()
 
     def wait(self) -> None:
         """Wait for the exchange that `begin` has begun. Collective over the world."""
         if self._exchange is not None:
             exchange, self._exchange = self._exchange, None
-            self._finish(exchange)
-
-    def _finish(self, exchange: Any) -> None:
-        """Wait for an exchange, but not for a lost rank."""
-        if self._device.type != "cuda":
             self._world.wait(exchange, self._world.everyone)
-            return
-        exchange.wait()
-        # Reading what was exchanged would wait even for a lost rank.
-        event = torch.cuda.Event()
-        event.record()
-        self._world.synchronize(event)
 
     def repeat(self) -> None:
         """Restart with the same version, and discard the hashes of what was loaded so far."""
@@ -242,11 +235,11 @@ class Attestor:
         mine = self._mismatches(expected)
         faults = [text for text in (self._fault, fault) if text is not None]
         count = torch.tensor([len(mine) + len(faults)], device=self._device)
-        self._finish(dist.all_reduce(count, group=self._world.everyone, async_op=True))
+        group = self._world.everyone
+        self._world.wait(dist.all_reduce(count, group=group, async_op=True), group)
         reports: list[Any] = []
         if count.item():
-            mine_and_faults = (len(mine), mine[:_SHOWN], faults)
-            reports = objects.all_gather(mine_and_faults, self._world.control)
+            reports = self._world.gather((len(mine), mine[:_SHOWN], faults), of=_Report)
         return Attestation(
             mode=self.mode,
             weight_version=self._version,

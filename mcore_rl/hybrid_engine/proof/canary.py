@@ -19,11 +19,12 @@ from numpy.typing import ArrayLike
 
 from mcore_rl.batching.train_batches import batch_of_tokens
 from mcore_rl.batching.types import TrainBatch
-from mcore_rl.common import objects
 from mcore_rl.hybrid_engine.transfer.worlds import World
 from mcore_rl.hybrid_engine.vllm.in_process_engine import VLLMEngine
 
 LogProbs = Callable[[TrainBatch], torch.Tensor]  # [t] float32, as `Actor.log_probs`
+
+_Differences = tuple[list[float], list[float]]  # means and maxima, by prompt
 
 NUM_PROMPTS = 4
 MAX_TOKENS = 64
@@ -107,13 +108,14 @@ class Canary:
 
         `engine` is None on ranks without one. Rank 0 of `world` has Megatron.
         """
-        of_first = objects.broadcast(self._megatron, group=world.control)
-        ours = self._megatron or of_first
+        scores = [each.tolist() for each in self._megatron]
+        of_first = world.gather(scores, of=list[list[float]])[0]
+        ours: Sequence[ArrayLike] = self._megatron or of_first
         assert ours, "compare before score"
         mine = None
         if engine is not None:
             mine = differences(ours, engine.prompt_log_probs(self._prompts))
-        everywhere = [each for each in objects.all_gather(mine, world.control) if each]
+        everywhere = [each for each in world.gather(mine, of=_Differences | None) if each]
         return self._result(everywhere, weight_version)
 
     def compare_with(self, theirs: Sequence[ArrayLike], weight_version: int) -> CanaryResult:
@@ -122,9 +124,7 @@ class Canary:
         assert self._megatron, "compare before score"
         return self._result([differences(self._megatron, theirs)], weight_version)
 
-    def _result(
-        self, of_engines: Sequence[tuple[list[float], list[float]]], weight_version: int
-    ) -> CanaryResult:
+    def _result(self, of_engines: Sequence[_Differences], weight_version: int) -> CanaryResult:
         return CanaryResult(
             weight_version=weight_version,
             mean_abs_differences=_worst([means for means, _ in of_engines]),
@@ -148,9 +148,7 @@ def megatron_log_probs(
     return [scores[:-1].numpy() for scores in of_prompts[: len(token_ids)]]
 
 
-def differences(
-    ours: Sequence[ArrayLike], theirs: Sequence[ArrayLike]
-) -> tuple[list[float], list[float]]:
+def differences(ours: Sequence[ArrayLike], theirs: Sequence[ArrayLike]) -> _Differences:
     """Return the means and the maxima of |difference| of each prompt's log-probs."""
     apart = [np.abs(np.asarray(a) - np.asarray(b)) for a, b in zip(ours, theirs, strict=True)]
     return [float(d.mean()) for d in apart], [float(d.max()) for d in apart]

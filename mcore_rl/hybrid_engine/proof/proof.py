@@ -14,11 +14,10 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from mcore_rl.common import objects
 from mcore_rl.hybrid_engine.proof.attest import Attestation, Attestor, ReadSlice
 from mcore_rl.hybrid_engine.proof.canary import Canary, CanaryResult
 from mcore_rl.hybrid_engine.transfer.gather import GatherPath
-from mcore_rl.hybrid_engine.transfer.worlds import World
+from mcore_rl.hybrid_engine.transfer.worlds import PeerFailure, World
 from mcore_rl.hybrid_engine.vllm.in_process_engine import Receiver, VLLMEngine
 from mcore_rl.hybrid_engine.vllm.reload import Weights
 
@@ -127,13 +126,15 @@ class Proof:
             else:
                 note = None if self._attestor is None else self._attestor.note
                 self._receiver.reload(weights, note)
+        except PeerFailure:
+            raise
         except Exception as error:  # of any type: it must be reported to all ranks
             logger.debug("a hand-over failed on this rank", exc_info=True)
             fault = error
         text = None if fault is None else str(fault) or repr(fault)
         if self._attestor is not None:
             return self._attestor.finish(text)
-        texts = objects.all_gather(text, self._world.control)
+        texts = self._world.gather(text, of=str | None)
         if fault is not None:
             raise fault
         for rank, other in enumerate(texts):

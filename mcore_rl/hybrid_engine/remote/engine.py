@@ -14,7 +14,6 @@ caller should pause generation.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -27,12 +26,11 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from mcore_rl.hybrid_engine.remote.session import Session
-from mcore_rl.hybrid_engine.transfer.transfer import Pieces
 from mcore_rl.hybrid_engine.transfer.worlds import JoinedWorld, reach_store
-from mcore_rl.hybrid_engine.vllm.reload import Reloader
-from mcore_rl.hybrid_engine.vllm.sliced_tensor import SlicedTensor, WriteObserver
-from mcore_rl.model.boxes import Boxes
-from mcore_rl.model.tensors import TensorInfo
+from mcore_rl.hybrid_engine.vllm.needs import Metadata, Needs
+from mcore_rl.hybrid_engine.vllm.reload import Reloader, Weights, load_to_the_end
+from mcore_rl.hybrid_engine.vllm.sliced_tensor import WriteObserver
+from mcore_rl.model.float8_blocks import Float8Weights
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +72,6 @@ class MegatronInitInfo(WeightTransferInitInfo):
     rank_offset: int
     world_size: int
     group_backend: str  # "gloo" or "nccl", for the groups that carry weights
-    bucket_bytes: int
     timeout_seconds: float
 
 
@@ -88,6 +85,30 @@ class MegatronUpdateInfo(WeightTransferUpdateInfo):
 
     plan_id: str
     weight_version: str
+
+
+class _Served:
+    """A worker's model, as the receiver of hand-overs."""
+
+    float8: Float8Weights | None = None
+    adapters = None
+
+    def __init__(self, reloader: Reloader) -> None:
+        self._reloader = reloader
+
+    def learn_needs(self, tensor_metadata: Metadata) -> Needs:
+        """Raises RuntimeError if the model does not fit the tensors."""
+        try:
+            return self._reloader.learn_needs(tensor_metadata)
+        except Exception as error:  # of vLLM's loaders, of any type
+            raise RuntimeError(f"{NO_FIT}: {error}") from error
+
+    def reload(self, weights: Weights, on_write: WriteObserver | None = None) -> None:
+        """Write the weights into the model; exhausts them even on failure.
+
+        Raises RuntimeError naming a tensor that is missing or not loaded completely.
+        """
+        load_to_the_end(self._reloader.load, weights, on_write)
 
 
 class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, MegatronUpdateInfo]):
@@ -130,12 +151,7 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
             timeout_seconds=init_info.timeout_seconds,
         )
         try:
-            self._session = Session(
-                world,
-                bucket_bytes=init_info.bucket_bytes,
-                device=self.device,
-                learn=self._learn_needs,
-            )
+            self._session = Session(world, device=self.device, engine=_Served(self._reloader))
         except BaseException:
             world.close()
             raise
@@ -143,16 +159,9 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
             "mcore_rl: rank %d of %d, needs a part of %d of %d tensors",
             world.rank,
             world.size,
-            len(self._session.need),
-            len(self._session.tensors),
+            len(self._session.stream.need),
+            len(self._session.stream.tensors),
         )
-
-    def _learn_needs(self, tensors: Mapping[str, TensorInfo]) -> Boxes:
-        metadata = {name: (i.shape, getattr(torch, i.dtype)) for name, i in tensors.items()}
-        try:
-            return self._reloader.learn_needs(metadata)
-        except Exception as error:  # of vLLM's loaders, of any type
-            raise RuntimeError(f"{NO_FIT}: {error}") from error
 
     @cached_property
     def _reloader(self) -> Reloader:
@@ -183,12 +192,7 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
             raise RuntimeError("mcore_rl: the trainer does not send the update that it has begun")
         assert self._session is not None, "start_weight_update requires a session"
         try:
-            report = self._session.update(
-                update_info.weight_version,
-                plan_id=update_info.plan_id,
-                read=None,
-                load=self._load,
-            )
+            report = self._session.update(update_info.weight_version, plan_id=update_info.plan_id)
         except BaseException:
             self.shutdown()
             raise
@@ -200,21 +204,6 @@ class MegatronWeightTransferEngine(WeightTransferEngine[MegatronInitInfo, Megatr
             raise RuntimeError("mcore_rl: finish_weight_update, but no update succeeded before it")
         logger.info("mcore_rl: weight version %s is loaded", self._loaded)
         self._loaded = None
-
-    def _load(self, arriving: Iterator[tuple[str, Pieces]], on_write: WriteObserver | None) -> None:
-        """Write the arriving slices into the model, each before the next is requested.
-
-        Raises RuntimeError naming a tensor that is missing or not loaded completely.
-        """
-        assert self._session is not None
-        tensors = self._session.tensors
-
-        def stand_in(name: str, pieces: Pieces) -> SlicedTensor:
-            info = tensors[name]
-            return SlicedTensor(name, info.shape, getattr(torch, info.dtype), pieces)
-
-        weights = ((name, stand_in(name, pieces)) for name, pieces in arriving)
-        self._reloader.load(weights, on_write)
 
     def shutdown(self) -> None:
         """Disconnect from the trainer; the model does not change. May be called again."""

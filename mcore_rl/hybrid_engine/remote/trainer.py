@@ -42,13 +42,14 @@ from mcore_rl.hybrid_engine.remote.engine import (
     MegatronUpdateInfo,
 )
 from mcore_rl.hybrid_engine.remote.engine_client import EngineClient
-from mcore_rl.hybrid_engine.remote.session import Session, UpdateReport
+from mcore_rl.hybrid_engine.remote.session import Offer, Session, UpdateReport
 from mcore_rl.hybrid_engine.transfer.worlds import (
     POLL_SECONDS,
     JoinedWorld,
     host_store,
     reach_store,
 )
+from mcore_rl.hybrid_engine.weight_stream import HandOverOptions
 from mcore_rl.megatron.shards import ModelShards
 from mcore_rl.model.tensors import TensorInfo
 
@@ -63,10 +64,10 @@ class MegatronTrainerInitInfo(TrainerInitInfo):
 
     `master_address` must reach trainer rank 0 from every worker; the default is its host name.
     `master_port` 0 takes a free port. `group_backend`, "gloo" or "nccl", carries weights; the
-    default is "nccl" if they are on CUDA. `bucket_bytes` bounds what is in flight on a rank. No
-    wait is longer than `timeout_seconds`. `pause_mode` is a mode of `EngineClient.pause`; None
-    leaves pausing and the prefix cache to the caller. `attest` is how much of an update is
-    verified: "full", "sample" (one row of 32, different rows each time) or "off".
+    default is "nccl" if they are on CUDA. No wait is longer than `timeout_seconds`. `pause_mode` is
+    a mode of `EngineClient.pause`; None leaves pausing and the prefix cache to the caller.
+    `options` are those of the hand-over; by default one row of 32 is verified, different rows each
+    time.
     """
 
     backend: ClassVar[str] = BACKEND
@@ -74,10 +75,9 @@ class MegatronTrainerInitInfo(TrainerInitInfo):
     master_address: str = field(default_factory=socket.gethostname)
     master_port: int = 0
     group_backend: str = ""
-    bucket_bytes: int = 512 << 20
+    options: HandOverOptions = HandOverOptions(seed=0, attest=SAMPLE)
     timeout_seconds: float = 300.0
     pause_mode: str | None = "keep"
-    attest: str = SAMPLE
 
 
 class ShardSource(WeightSource):
@@ -239,11 +239,9 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
         shards = self._source.shards
         self._session = Session(
             self._world,
-            bucket_bytes=info.bucket_bytes,
             device=shards.device,
-            tensors=self._source.tensors,
-            have={tensor: shards.boxes(tensor) for tensor in shards.tensors()},
-            attest=info.attest,
+            offer=Offer(self._source.tensors, shards.shape, info.options),
+            shards=shards,
         )
         self._wait_for_calls()
 
@@ -270,7 +268,6 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
                 rank_offset=offset,
                 world_size=size,
                 group_backend=info.group_backend,
-                bucket_bytes=info.bucket_bytes,
                 timeout_seconds=info.timeout_seconds,
             )
             calls.append(partial(engine.init_weight_transfer_engine, asdict(invitation)))
@@ -285,9 +282,7 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
         if self.is_sender:
             self._call_all(partial(_start_update, self._info.pause_mode, self._is_closed))
             self._start([partial(each.update_weights, asdict(update)) for each in self._engines])
-        report = self._session.update(
-            weight_version, plan_id=update.plan_id, read=self._source.shards.read, load=None
-        )
+        report = self._session.update(weight_version, plan_id=update.plan_id)
         self._wait_for_calls()
         if self.is_sender:
             self._call_all(lambda engine: engine.finish_weight_update(weight_version))

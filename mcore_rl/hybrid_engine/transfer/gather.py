@@ -56,7 +56,7 @@ class GatherPath:
         instead so that no rank hangs, and its error is raised on this rank at the end.
         """
         self.received_bytes = 0
-        fault: RuntimeError | None = None
+        fault: Exception | None = None
         for name in self._order:
             info = self._tensors[name]
             dtype = getattr(torch, info.dtype)
@@ -69,7 +69,7 @@ class GatherPath:
                     if source == self._rank:
                         try:
                             data.copy_(read(name, part))
-                        except RuntimeError as error:
+                        except Exception as error:  # of any type: others wait for the slice
                             fault = fault or error
                             data.zero_()
                     self._broadcast(data, source)
@@ -98,7 +98,7 @@ class GatherPath:
 
     def _broadcast(self, data: torch.Tensor, source: int) -> None:
         # As bytes: gloo does not support every dtype.
-        flat = data.view(-1).view(torch.uint8)
-        dist.broadcast(flat, src=source, group=self._world.everyone)
+        flat, group = data.view(-1).view(torch.uint8), self._world.everyone
+        self._world.wait(dist.broadcast(flat, src=source, group=group, async_op=True), group)
         if source != self._rank:
             self.received_bytes += data.nbytes

@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_rl.common import objects
 from mcore_rl.common.spans import COLLECTIVE, span
 from mcore_rl.hybrid_engine.plan.trees import Connections, Leg, Tree
 from mcore_rl.hybrid_engine.transfer.worlds import POLL_SECONDS, World
@@ -68,7 +67,7 @@ class Flight:
         while not self._done.wait(POLL_SECONDS):
             self._world.poll(started, self._what)
         if self._error is not None:
-            raise self._error
+            raise self._world.lost(self._error) from None
 
     def interval(self) -> tuple[float, float]:
         """Return (start, end) in seconds of `time.perf_counter`; valid after `wait`."""
@@ -192,7 +191,7 @@ class Transport:
 
     def exchange(self, text: str) -> list[str]:
         """Return the text of each rank. Collective over the world."""
-        return objects.all_gather(text, self._world.control)
+        return self._world.gather(text, of=str)
 
     def close(self) -> None:
         """Free the groups that this transport created. Collective."""

@@ -6,6 +6,8 @@ process group, so this world is an additional one, made from a TCP store on trai
 
 Messages once per connection or update go through the store and never wait for a process that has
 given up: a rank that fails writes the reason to the store, and all ranks that wait there read it.
+Objects that ranks of a joined world exchange are MessagePack of known types: no rank unpickles
+what another process sends.
 """
 
 from __future__ import annotations
@@ -14,11 +16,13 @@ import contextlib
 import json
 import threading
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -45,15 +49,20 @@ class World(Protocol):
     """Ranks 0 to `size - 1`; this process is `rank`.
 
     `control` is a gloo group of all ranks, for messages other than weights; `everyone` is one for
-    tensors on the device, of which the first use is collective.
+    tensors on the device, of which the first use is collective. If it `is_joined`, processes go on
+    after a failure, which closes its groups.
     """
 
     rank: int
     size: int
     control: Any
+    is_joined: bool
 
     @property
     def everyone(self) -> Any: ...
+
+    def gather(self, mine: Any, of: Any) -> list[Any]:
+        """Return each rank's object, by rank; `of` is the type of all. Collective."""
 
     def new_group(self, ranks: Sequence[int]) -> Any:
         """Create a process group over `ranks`; its calls' `src` and `dst` are ranks of this world.
@@ -66,7 +75,10 @@ class World(Protocol):
         """Wait until the device has passed an event that messages of this world precede."""
 
     def wait(self, work: Any, group: Any) -> None:
-        """Wait for messages over gloo in a group of this world."""
+        """Wait for messages in a group of this world, but not for a lost rank."""
+
+    def lost(self, error: Exception) -> Exception:
+        """Return what to raise after an error of messages, which other ranks wait for."""
 
     def poll(self, since: float, what: str) -> None:
         """Raise an error if messages of this world will not arrive: `what` the caller waits for
@@ -76,6 +88,8 @@ class World(Protocol):
 class DefaultWorld:
     """The ranks of this job. Groups are for tensors on `device`: gloo on the CPU, else the job's
     backend."""
+
+    is_joined = False
 
     def __init__(self, device: torch.device) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -87,11 +101,17 @@ class DefaultWorld:
         timeout = objects.timeout_of_world()
         return dist.new_group(sorted(ranks), timeout=timeout, backend=self._backend)
 
+    def gather(self, mine: Any, of: Any) -> list[Any]:
+        return objects.all_gather(mine, self.control)
+
     def synchronize(self, event: torch.cuda.Event) -> None:
         event.synchronize()
 
     def wait(self, work: Any, group: Any) -> None:
         work.wait()
+
+    def lost(self, error: Exception) -> Exception:
+        return error
 
     def poll(self, since: float, what: str) -> None:
         """Do nothing: the watchdog ends a job with a rank that is lost or stuck."""
@@ -105,13 +125,15 @@ class JoinedWorld:
     """Processes of several jobs that meet in a store, in addition to their default process groups.
 
     Constructing it is collective over `size` processes with the same `store` and `name`. `backend`
-    is that of `everyone` and `new_group`, "gloo" or "nccl"; `exchange` always uses gloo. No wait is
+    is that of `everyone` and `new_group`, "gloo" or "nccl"; `gather` always uses gloo. No wait is
     longer than `timeout_seconds`. `check`, which may also be set later, is called while this rank
     waits; an exception from it fails the world. After a failure only `close` is possible.
 
-    Messages are JSON. The network between the processes must still be trusted, as torch.distributed
-    always requires: any process that reaches the store can send weights.
+    The network between the processes must be trusted, as torch.distributed always requires: any
+    process that reaches the store can send weights.
     """
+
+    is_joined = True
 
     def __init__(
         self,
@@ -195,7 +217,13 @@ class JoinedWorld:
         self._require_connection()
 
     def wait(self, work: Any, group: Any) -> None:
-        """Wait for messages over gloo. Raises PeerFailure as `meet` does, or what gloo raises."""
+        """Wait for messages. Raises PeerFailure as `meet` does, or if the connection breaks."""
+        if self._backend == "nccl" and group is not self.control:
+            work.wait()  # the device waits
+            event = torch.cuda.Event()
+            event.record()
+            self.synchronize(event)
+            return
         started = looked = time.monotonic()
         while not work.is_completed():
             if time.monotonic() > looked + POLL_SECONDS:
@@ -206,7 +234,22 @@ class JoinedWorld:
                     raise
                 looked = time.monotonic()
             time.sleep(_DEVICE_POLL_SECONDS)
-        work.wait()
+        try:
+            work.wait()
+        except (RuntimeError, ValueError) as error:
+            raise self.lost(error) from None
+
+    def lost(self, error: Exception) -> PeerFailure:
+        """Fail the world, whose connections an error of messages has broken."""
+        reason = str(error).split(". This is typically")[0]  # without gloo's guesses
+        return self.failure(RuntimeError(f"the connection broke: {reason}"), caused_by=error)
+
+    def failure(self, error: Exception, *, caused_by: Exception | None = None) -> PeerFailure:
+        """Call `fail` with an error of this rank; return what to raise."""
+        # The frames of the failed calls hold process groups, which keep open the connections that
+        # the other ranks wait on.
+        traceback.clear_frames((caused_by or error).__traceback__)
+        return self._failure(str(error) or repr(error))
 
     def poll(self, since: float, what: str) -> None:
         """Raise PeerFailure if another rank gave up, a connection or `check` fails, or the timeout
@@ -235,22 +278,17 @@ class JoinedWorld:
             if (error := backend.get_error()).name != "SUCCESS":
                 raise self._failure(f"the connection broke: {error.name}")
 
-    def exchange(self, message: Any) -> list[Any]:
-        """Exchange messages of any size, else like `meet`."""
-        data = zlib.compress(json.dumps(message).encode(), 1)
+    def gather(self, mine: Any, of: Any) -> list[Any]:
+        """Return each rank's message, of any size. Raises PeerFailure as `meet` does."""
+        data = zlib.compress(msgspec.msgpack.encode(mine), 1)
         sizes = self.meet(len(data))
-        mine = torch.zeros(max(sizes), dtype=torch.uint8)
-        mine[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        everyone = [torch.empty_like(mine) for _ in sizes]
-        group = self.control
-        try:
-            self.wait(dist.all_gather(everyone, mine, group=group, async_op=True), group)
-        except PeerFailure:
-            raise
-        except (RuntimeError, ValueError) as error:
-            raise self._failure(f"the connection broke: {error}") from error
+        sent = torch.zeros(max(sizes), dtype=torch.uint8)
+        sent[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        everyone = [torch.empty_like(sent) for _ in sizes]
+        self.wait(dist.all_gather(everyone, sent, group=self.control, async_op=True), self.control)
+        decoder = msgspec.msgpack.Decoder(of)
         return [
-            json.loads(zlib.decompress(data[:size].numpy().tobytes()))
+            decoder.decode(zlib.decompress(data[:size].numpy().tobytes()))
             for data, size in zip(everyone, sizes, strict=True)
         ]
 

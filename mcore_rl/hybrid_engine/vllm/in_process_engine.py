@@ -56,6 +56,14 @@ class Receiver(Protocol):
         """See `VLLMEngine.reload`."""
 
 
+class ServedEngine(Receiver, Protocol):
+    """An engine's rank, in this process or a worker of a server."""
+
+    @property
+    def adapters(self) -> Receiver | None:
+        """What receives adapters; None without."""
+
+
 class VLLMEngine:
     """This process's rank of an engine. Constructing it is collective over the world.
 

@@ -180,18 +180,27 @@ def load_together(
     Raises RuntimeError on all ranks of the group if `load` raises on one, or if no rank has a place
     for a tensor, which it names.
     """
-    remaining = iter(weights)
     fault: Exception | None = None
     unread: list[str] = []
     try:
-        unread = load(remaining, on_write)
+        unread = load_to_the_end(load, weights, on_write)
     except Exception as error:  # of any type: it must be reported to the other ranks first
         fault = error
-        # The stream may be collective, and may fail, too: the first error is reported.
-        with suppress(Exception):
+    _agree(group, fault, unread)
+
+
+def load_to_the_end(
+    load: Load, weights: Weights, on_write: WriteObserver | None = None
+) -> list[str]:
+    """Run `load`, and exhaust `weights` even if it raises: the stream may be collective."""
+    remaining = iter(weights)
+    try:
+        return load(remaining, on_write)
+    except Exception:
+        with suppress(Exception):  # the first error is reported
             for _ in remaining:
                 pass
-    _agree(group, fault, unread)
+        raise
 
 
 def _require_reloadable(model: torch.nn.Module) -> None:

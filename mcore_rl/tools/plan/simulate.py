@@ -165,11 +165,19 @@ def _candidates(
     if lacks := _lacks(case, memory):
         left_out.append(f"colocated, partial rollouts: {lacks}")
     else:
-        for mode in (COLOCATED, PARTIAL):
-            running = _most_running(case, memory, sequence)
-            candidates.append(
-                Candidate(mode, world, world, rollout.num_tp_groups, running, switch_seconds)
+        running = _most_running(case, memory, sequence)
+        candidates += [
+            Candidate(
+                PARTIAL if max_staleness else COLOCATED,
+                num_ranks=world,
+                num_trainers=world,
+                num_engines=rollout.num_tp_groups,
+                most_running=running,
+                hand_over_seconds=switch_seconds,
+                max_staleness=max_staleness,
             )
+            for max_staleness in STALENESS
+        ]
     possible, impossible = splits(case)
     left_out += impossible
     for other in possible:

@@ -6,7 +6,7 @@ import argparse
 import logging
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +23,8 @@ from mcore_rl.data.source_position import Begin, changes_between, continued
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.megatron.hf_checkpoint import fingerprint
 from mcore_rl.megatron.rng import RngState
-from mcore_rl.rollout.ahead_state import count_unfinished, require_nothing_outstanding
 from mcore_rl.rollout.pending import check_environments
+from mcore_rl.rollout.sampling_state import count_unfinished
 from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.adapters import check_same_adapters, check_stored_adapters
@@ -68,8 +68,11 @@ def find_resume_point(
     args: argparse.Namespace,
     prompts: Drawn,
     eval_prompts: Drawn | None,
+    also_check: Callable[[Path, TrainerState], None] | None = None,
 ) -> ResumePoint | None:
     """Return what `--load` resumes, None for a new run. Collective; before models are built.
+
+    `also_check` is called with the folder and state of a checkpoint of the same prompts.
 
     If `--rl-hf-checkpoint` provides the KL's reference, it must be the one that the run began with.
 
@@ -125,10 +128,8 @@ def find_resume_point(
                     "then, by --finetune and another --rl-run-dir",
                 )
         same_prompts = prompts.are_those_of(state.prompts) is not False
-        if same_prompts and not config.rollout.samples_ahead:
-            require_nothing_outstanding(folder / ROLLOUT)
-        if same_prompts and spec.environment is not None:
-            _check_environments(folder, state, spec.environment, prompts, args.seed)
+        if same_prompts and also_check is not None:
+            also_check(folder, state)
         resumed = _with_known_prompts(state, config, prompts, eval_prompts)
         if not same_prompts and dist.get_rank() == 0:
             _log_dropped(folder)
@@ -270,17 +271,23 @@ def _check_load(args: argparse.Namespace, config: RLConfig, load: Path | None) -
         raise received
 
 
-def _check_environments(
-    folder: Path, state: TrainerState, environment: EnvironmentSpec, prompts: Drawn, seed: int
-) -> None:
-    """Raise UsageError if conversations were with other environments than now."""
-    assert isinstance(prompts, PromptSources), "only prompts are sampled"
-    drawn = prompts.begun(state.begin)
+def check_environments_of(
+    environment: EnvironmentSpec | None, prompts: PromptSources, seed: int
+) -> Callable[[Path, TrainerState], None] | None:
+    """Return a check that raises UsageError if a checkpoint's conversations were with other
+    environments than this; None without one."""
+    if environment is None:
+        return None
 
-    def class_of(draw: int) -> str:
-        return environment.class_for(drawn.of_draw(draw, seed=seed).source)
+    def check(folder: Path, state: TrainerState) -> None:
+        drawn = prompts.begun(state.begin)
 
-    check_environments(folder / ROLLOUT, class_of)
+        def class_of(draw: int) -> str:
+            return environment.class_for(drawn.of_draw(draw, seed=seed).source)
+
+        check_environments(folder / ROLLOUT, class_of)
+
+    return check
 
 
 def _check_warmup(num_steps: int | None, step: int, load: Path) -> None:

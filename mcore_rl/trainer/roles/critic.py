@@ -218,6 +218,8 @@ def build_critic(
             absent = frozenset() if spec.has_head else frozenset({VALUE_HEAD})
             agreed_in_world(lambda: load_into_megatron(spec.checkpoint, shards, absent=absent))
             megatron_adapter.reload_main_params(state)
+            if config.trainer.dither:
+                megatron_adapter.dither_main_params(state)
     batching = config.micro_batching(spec.shape, world.layout, vars(world.args))
     return Critic(world, config, state, shards, batching)
 

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.common.errors import UsageError
 from mcore_rl.rollout.admission import AdmissionCounts
-from mcore_rl.rollout.ahead_state import AheadMetrics, AheadState
-from mcore_rl.rollout.collector import length_bias
-from mcore_rl.rollout.dispatch import StepCounts
+from mcore_rl.rollout.sampler import length_bias
+from mcore_rl.rollout.sampling_state import AheadMetrics, SamplingState, StepCounts
 
 
 @pytest.fixture(autouse=True)
@@ -50,10 +49,10 @@ def test_a_resumed_run_counts_the_groups_since_the_last_step_of_the_one_before(
     before = AheadMetrics()
     assert counted(before, admitted(12, 2, 0)) == [12, 2, 0, 1]
     later = admitted(17, 5, 1)  # at the checkpoint
-    AheadState(20, {19: 3}, 3, before.since(later)).write(tmp_path)
-    state = AheadState.read(tmp_path, 0)
+    SamplingState(20, {19: 3}, 3, before.since(later)).write(tmp_path)
+    state = SamplingState.read(tmp_path, 0)
     uncounted = {"filtered/short": 3, "started_groups": 5, "uninformative_groups": 3}
-    assert state == AheadState(20, {19: 3}, 3, {**uncounted, "stale_groups": 1})
+    assert state == SamplingState(20, {19: 3}, 3, {**uncounted, "stale_groups": 1})
     after = AheadMetrics(uncounted=state.uncounted)
     assert counted(after, admitted(4, 1, 0)) == [9, 4, 1, 3]
     assert counted(after, admitted(6, 1, 2)) == [2, 0, 2, 0]
@@ -70,16 +69,16 @@ def test_a_step_that_is_repeated_is_counted_again() -> None:
 
 
 def test_a_checkpoint_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    state = AheadState(20, {19: 3}, 3)
+    state = SamplingState(20, {19: 3}, 3)
     state.write(tmp_path)
     file = tmp_path / "ahead.json"
     facts = json.loads(file.read_text())
     del facts["uncounted"]
     file.write_text(json.dumps(facts))
-    assert AheadState.read(tmp_path, 0) == state
+    assert SamplingState.read(tmp_path, 0) == state
     file.write_text(json.dumps({**facts, "uncounted": [5, 3, 1]}))
     counts = {"started_groups": 5, "uninformative_groups": 3, "stale_groups": 1}
-    assert AheadState.read(tmp_path, 0).uncounted == counts
+    assert SamplingState.read(tmp_path, 0).uncounted == counts
 
 
 @pytest.mark.parametrize(
@@ -89,7 +88,7 @@ def test_other_counts_are_refused(tmp_path: Path, wrong: object) -> None:
     facts = {"next_draw": 20, "outstanding": {}, "weight_version": 3, "uncounted": wrong}
     (tmp_path / "ahead.json").write_text(json.dumps(facts))
     with pytest.raises(UsageError, match=r"ahead\.json"):
-        AheadState.read(tmp_path, 0)
+        SamplingState.read(tmp_path, 0)
 
 
 def test_dropped_groups_count_in_the_length_bias_with_their_tokens_so_far() -> None:

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.rollout import continuous as continuous_module
 from mcore_rl.rollout import conversations as conversations_module
+from mcore_rl.rollout import scheduler as scheduler_module
 from mcore_rl.rollout import stream as stream_module
 from mcore_rl.rollout.pending import read_groups, write_groups
 from mcore_rl.rollout.segments import OpenGroup, turn_start
@@ -29,7 +29,7 @@ from tests.unit.continuous_run import (
     generated,
     long_lengths,
 )
-from tests.unit.test_groups import (
+from tests.unit.scripted_sampling import (
     EQUAL,
     SIZE,
     OtherRewards,
@@ -45,7 +45,7 @@ NUM_STEPS = 6
 @pytest.fixture(autouse=True)
 def no_clocks_and_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     """All runs depend on their seeds alone."""
-    monkeypatch.setattr(continuous_module, "ThreadPoolExecutor", LateWriter)
+    monkeypatch.setattr(scheduler_module, "ThreadPoolExecutor", LateWriter)
     monkeypatch.setattr(stream_module.time, "sleep", lambda seconds: None)
     monkeypatch.setattr(
         conversations_module, "EnvironmentPool", lambda spec: Pool(random.Random(1))
@@ -162,7 +162,7 @@ def test_a_resumed_run_continues_open_conversations(tmp_path: Path) -> None:
         second.engines[0]._length_of = lambda number: -1
         num_kept = sum(len(group.conversations) for group in groups)
         second.begin_step(4)
-        second.schedulers[0].load(groups)
+        second.schedulers[0].load(groups, is_resumed=True)
         second.train()
         for version in range(5, 8):
             second.step(version)
@@ -261,7 +261,9 @@ def test_banked_groups_are_not_sampled_again(seed: int) -> None:
         banked={draw: group for draw, group in banked.items() if draw >= limit},
     )
     second.begin_step(2)
-    second.schedulers[0].load([banked.get(draw, size[draw]) for draw in sorted(outstanding)])
+    second.schedulers[0].load(
+        [banked.get(draw, size[draw]) for draw in sorted(outstanding)], is_resumed=True
+    )
     second.train()
     for version in (3, 4):
         second.step(version)
@@ -338,7 +340,7 @@ def trained_on_two_of(groups: dict[int, OpenGroup], **options: Any) -> tuple[Run
     held, banked = sorted(groups)[:2]
     run = Run(3, groups={held: 1}, next_draw=banked, banked={banked: groups[banked]}, **options)
     run.begin_step(2)
-    run.schedulers[0].load([groups[held]])
+    run.schedulers[0].load([groups[held]], is_resumed=True)
     run.train()
     run.step(3)
     assert not {held, banked} & {each.number // SIZE for each in run.engines[0].submitted}

@@ -1,4 +1,4 @@
-"""The state of sampling ahead in a checkpoint, and its metrics."""
+"""The state of a run's sampling in a checkpoint, and what a step counts."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load, save_file
 
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.common import objects
-from mcore_rl.common.errors import UsageError, not_held
+from mcore_rl.common.errors import not_held
 from mcore_rl.common.readers import InvalidData, integer_within, parse_json, read_regular
 from mcore_rl.rollout.admission import AdmissionCounts
 from mcore_rl.rollout.pending import environments_by_draw
@@ -22,20 +24,43 @@ from mcore_rl.rollout.segments import OpenGroup
 # Groups by the metric that counts them, without rollout/.
 _COUNTED = ("started_groups", "uninformative_groups", "stale_groups")
 _FILTERED = "filtered/"  # and the reason
-_NAME = "ahead.json"
+_NAME, _LENGTHS = "ahead.json", "lengths.safetensors"
 _MOST_DRAWS = 1 << 53
 
 
+@dataclass(slots=True)
+class StepCounts:
+    """The counts of a step, of one TP group or summed over all.
+
+    Example: of 6 groups of 8 samples 2 are pending:
+
+        StepCounts(started=6, pending=2, generated_tokens=9000, left_samples=16, left_tokens=3000)
+    """
+
+    started: int = 0
+    refills: int = 0  # among `started`, replacing groups without information or a place
+    dropped: int = 0
+    pending: int = 0
+    generated_tokens: int = 0
+    left_samples: int = 0  # of dropped or pending groups
+    left_tokens: int = 0  # their tokens so far
+
+    def __add__(self, other: StepCounts) -> StepCounts:
+        names = (each.name for each in dataclasses.fields(self))
+        return StepCounts(*(getattr(self, name) + getattr(other, name) for name in names))
+
+
 @dataclass(frozen=True, slots=True)
-class AheadState:
+class SamplingState:
     """The draws of a run at a checkpoint.
 
     Example: draws 0 to 39 were admitted, of which 36 and 38 have not been trained on:
-    `AheadState(40, {36: 8, 38: 9}, 9, {"started_groups": 4})`.
+    `SamplingState(40, {36: 8, 38: 9}, 9, {"started_groups": 4})`.
     """
 
     next_draw: int  # the first that has never been admitted
-    outstanding: dict[int, int] | None  # version at the start; None: nothing was sampled ahead
+    # Version at the start; None: a version of mcore_rl wrote it that knows them from the groups.
+    outstanding: dict[int, int] | None
     weight_version: int | None = None  # of the last step
     # Since the last step, in no step's metrics: see `counts_of`.
     uncounted: dict[str, int] = field(default_factory=dict)
@@ -45,9 +70,9 @@ class AheadState:
         (folder / _NAME).write_text(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
-    def read(cls, folder: Path | None, position: int) -> AheadState:
-        """Read the state of a checkpoint. `position` is the number of prompts that a run has drawn
-        if it did not sample ahead; `folder` is None for a new run. Raises UsageError."""
+    def read(cls, folder: Path | None, position: int) -> SamplingState:
+        """Read the state of a checkpoint. `position` is the number of prompts that a run has drawn,
+        if the checkpoint does not say; `folder` is None for a new run. Raises UsageError."""
         if folder is None:
             return cls(position, {})
         path = folder / _NAME
@@ -77,21 +102,31 @@ class AheadState:
         return state
 
 
-def require_nothing_outstanding(folder: Path) -> None:
-    """Refuse a checkpoint's `folder` with groups that only a run that samples ahead continues."""
-    if outstanding := AheadState.read(folder, 0).outstanding:
-        raise UsageError(
-            f"has {len(outstanding)} groups that were sampled ahead, which only a run that does so "
-            "continues",
-            flag=f"--load {folder.parent}",
-            remedy="give --rl-rollout-ranks and --rl-max-staleness 1 or more",
-        )
+def write_lengths(lengths: np.ndarray, folder: Path) -> None:
+    """Write `Sampler.lengths`."""
+    save_file({"lengths": lengths}, folder / _LENGTHS)
+
+
+def read_lengths(folder: Path, lengths: np.ndarray) -> None:
+    """Read what `write_lengths` wrote into `lengths`, `[num_rows]` int32, if it did. Raises
+    UsageError."""
+    path = folder / _LENGTHS
+    if not path.exists():
+        return
+    what = f"lengths of responses to {len(lengths)} prompts"
+    try:
+        stored = load(read_regular(path))["lengths"]
+    except (SafetensorError, LookupError, OSError) as error:
+        raise not_held(path, what, f"{type(error).__name__}: {error}") from error
+    if stored.dtype != np.int32 or stored.shape != lengths.shape or (stored < -1).any():
+        raise not_held(path, what, f"it has {stored.shape} of {stored.dtype}, or lengths below -1")
+    lengths[:] = stored
 
 
 def count_unfinished(folder: Path) -> int:
     """Count the groups in a checkpoint's `folder` that a run with the same prompts continues.
     Raises UsageError if a file has other content."""
-    outstanding = AheadState.read(folder, 0).outstanding
+    outstanding = SamplingState.read(folder, 0).outstanding
     return len(environments_by_draw(folder) if outstanding is None else outstanding)
 
 
@@ -124,6 +159,14 @@ class AheadMetrics:
         """Forget the last step, so that the next one counts the same."""
         self.uncounted, self._counted = self._before
 
+    def staleness(self, table: SampleTable, weight_version: int) -> np.ndarray:
+        """Return `[n]` int64: the versions between each sample's oldest token and this one, of
+        those with a step."""
+        oldest = table.oldest_versions
+        oldest = oldest + self.num_skipped * (oldest <= self.last_before)
+        staleness: np.ndarray = np.maximum(0, weight_version - oldest)
+        return staleness
+
     def of_step(
         self,
         table: SampleTable,
@@ -144,9 +187,7 @@ class AheadMetrics:
         self._before = self.uncounted, self._counted
         self.uncounted, self._counted = {}, counts_of(admitted)
         self.sampling_seconds = float(seconds) / len(everywhere)
-        oldest = table.oldest_versions
-        oldest = oldest + self.num_skipped * (oldest <= self.last_before)
-        staleness = np.maximum(0, weight_version - oldest)
+        staleness = self.staleness(table, weight_version)
         return {
             "rollout/staleness_mean": float(staleness.mean()),
             "rollout/staleness_max": float(staleness.max()),

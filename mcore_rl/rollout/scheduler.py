@@ -171,9 +171,8 @@ class Scheduler:
         self._cut.clear()
         try:
             if self._rewards is not None and self.error is None:
-                began = time.perf_counter()
+                self._note_wait()
                 self._rewards.wait()
-                self._wait_seconds += time.perf_counter() - began
         except Exception as error:
             self._fail(error)
         self.between_steps()
@@ -364,8 +363,9 @@ class Scheduler:
                 self._store_outcomes(self._tickets.pop(ticket), outcomes)
         except Exception as error:
             self._fail(error)
+        self._note_wait(num_running)
 
-    def _note_wait(self, num_running: int) -> None:
+    def _note_wait(self, num_running: int = 0) -> None:
         """Measure the wait since the last call if nothing else happened."""
         now = time.perf_counter()
         is_idle = not num_running and not self._queue and not self._starting

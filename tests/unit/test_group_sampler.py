@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -158,6 +159,33 @@ def test_failing_rewards_end_the_step() -> None:
     with pytest.raises(RuntimeError, match="sampling failed on rank 0: the workers died"):
         steps.step()
     assert len(steps.sampler.scheduler.open) < 20 and not steps.engine.running
+
+
+@pytest.mark.parametrize(
+    "rules", [Rules(4), Rules(4, max_refills=9), Rules(4, max_refills=9, deterministic=True)]
+)
+def test_waits_for_rewards_count_once_and_training_does_not(
+    rules: Rules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait takes ten seconds here, and nothing else takes time but training."""
+    now, waited = 0.0, 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+
+    class Slow(ScriptedRewards):
+        def wait(self) -> None:
+            nonlocal now, waited
+            super().wait()
+            now += 10.0
+            if not steps.engine.running and self._open:
+                waited += 10.0
+
+    steps = Steps(rules, Slow(lambda number: float(number % 2)), seed=3)
+    for _ in range(4):
+        steps.step()
+        assert steps.sampler.scheduler.take_wait_seconds() == waited
+        waited = 0.0
+        now += 1000.0
 
 
 def test_draws_start_in_the_given_order() -> None:

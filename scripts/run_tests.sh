@@ -7,7 +7,7 @@ bash scripts/run_tests.sh               the quick checks: ruff, mypy, the unit t
                                         one hand-over from Megatron to vLLM bit for bit, and one short
                                         run by the launcher; 4 minutes on 2 cores
 bash scripts/run_tests.sh --touched     the quick checks, the slow files that the change touches, and
-                                        a third of the others in turn (tests/tiers.py); chosen for
+                                        a quarter of the others in turn (tests/tiers.py); chosen for
                                         40 minutes on 2 cores
 bash scripts/run_tests.sh --all         ruff, mypy and all tests, at their full length; for
                                         every night, over an hour and a half on 2 cores

@@ -76,7 +76,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def sft(run: Callable[..., Path], taught: Path) -> Path:
-    flags = ("--rl-algorithm", "sft", "--rl-prompts", str(taught), "--lr", "1e-4")
+    flags = ("--rl-algorithm", "sft", "--rl-prompts", str(taught), "--lr", "2e-4")
     return run("sft", *flags, *SUPERVISED)
 
 

@@ -11,6 +11,9 @@ The fingerprint is a line of text that names everything that a group depends on:
 fingerprint, length, draw and payload, so a record of another run is not mistaken for one of this
 run even if the header is damaged. After damage, a reader continues at the next magic whose record
 is intact. No reader holds more than one record, and each reads a file in linear time.
+
+A checkpoint holds its unfinished groups in files of the same format. They are files of its own, so
+that its folder is complete wherever it is copied.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import os
 import re
 import struct
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -29,7 +32,7 @@ from zlib import crc32
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common.disk import sync
 from mcore_rl.common.readers import open_regular
-from mcore_rl.rollout.pending import (
+from mcore_rl.rollout.group_encoding import (
     MALFORMED,
     EngineLimits,
     group_from_bytes,
@@ -43,6 +46,7 @@ _NAME = re.compile(r"group_(\d+)_(\d+)\.bank")  # the owner and the number of th
 _MAGIC = b"\x89RLBANK\n"  # not ASCII: not part of any JSON
 _FRAME = struct.Struct("<8sQQI")
 _FORMAT = b"mcore_rl bank 1 "
+_OF_CHECKPOINT = b"of the checkpoint"  # the fingerprint of a file that belongs to one
 _MOST_HEADER_BYTES = 1 << 20
 _CHUNK_BYTES = 1 << 20
 _MOST_FAULTS = 8  # of a file that are described
@@ -216,6 +220,25 @@ def read_bank(
             "another model, other prompts or settings; these files may be deleted"
         )
     return groups, skipped
+
+
+def write_records(path: Path, records: Iterable[tuple[int, bytes]]) -> None:
+    """Write draws and encoded groups into a file of a checkpoint."""
+    with path.open("wb") as file:
+        file.write(_header(_OF_CHECKPOINT))
+        for draw, payload in records:
+            file.write(_frame_of(_OF_CHECKPOINT, draw, payload))
+            file.write(payload)
+
+
+def read_records(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield what `write_records` wrote. Raises OSError, or ValueError if any part is damaged."""
+    with open_regular(path) as file:
+        scanned = _Records(file, _OF_CHECKPOINT).scan()
+        if scanned.faults or not scanned.is_of_run:
+            raise ValueError(next(iter(scanned.faults), "it belongs to a run"))
+        for frame in scanned.frames:
+            yield frame.draw, frame.payload(file)
 
 
 @dataclass(frozen=True, slots=True)

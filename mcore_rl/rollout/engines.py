@@ -27,9 +27,9 @@ from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.conversations import Conversations
+from mcore_rl.rollout.group_encoding import EngineLimits
 from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.options import RolloutOptions
-from mcore_rl.rollout.pending import EngineLimits
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.rollout.sampling_state import StepCounts
 from mcore_rl.rollout.scheduler import Select

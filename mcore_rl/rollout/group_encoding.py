@@ -1,5 +1,4 @@
-"""Groups of responses as files and bytes: the unfinished groups of a checkpoint, one file per TP
-group, and the encoding of one group, for the bank.
+"""Groups of responses as bytes, for the bank and for checkpoints.
 
 Arrays are stored in the safetensors format, other fields as JSON in its header. Reading never
 unpickles, and believes no value unchecked: they would reach embeddings, ratios and losses.
@@ -9,18 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import load, save, save_file
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
 
 from mcore_rl.batching.types import UNFINISHED, Prompt, Rollout, TopTokens, TurnReward
-from mcore_rl.common.errors import UsageError, not_held
-from mcore_rl.common.readers import finite_number, integer_within, open_regular, parse_json
+from mcore_rl.common.readers import finite_number, integer_within, parse_json
 from mcore_rl.environments.wire import checked_state
 from mcore_rl.hybrid_engine.vllm.generation import (
     FINISH_REASONS,
@@ -32,7 +29,6 @@ from mcore_rl.moe.routing import RoutedLayers, Routes
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.segments import KeptConversation, OpenGroup, is_finished, turn_start
 
-_NAME = "group_{:05d}.safetensors"
 _ARRAYS = ("response_token_ids", "rollout_log_probs", "is_generated", "weight_versions")
 _ALL_ARRAYS = (*_ARRAYS, "routes", "routes_known", "top_ids", "top_log_probs", "prompt_token_ids")
 _FIELDS = ("text", "finish_reason", "weight_version", "failure", "turn_rewards")
@@ -62,97 +58,44 @@ class EngineLimits:
 _NO_LIMITS = EngineLimits()
 
 
-def write_groups(groups: Sequence[OpenGroup], folder: Path, tp_group: int) -> None:
-    """Write the groups of a TP group; on its first rank, which has their rewards."""
-    arrays, metadata = _encoded(groups)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(arrays, folder / _NAME.format(tp_group), metadata)
-
-
-def read_groups(
-    folder: Path,
-    prompt_of: Callable[[int], Prompt],
-    *,
-    tp_group: int,
-    num_tp_groups: int,
-    has_environments: bool = False,
-    limits: EngineLimits = _NO_LIMITS,
-) -> list[OpenGroup]:
-    """Return the groups that a TP group resumes: its own, or, if the number of TP groups has
-    changed, its share of all groups, assigned round-robin in the order of their draws.
-
-    `prompt_of` returns the prompt of a draw. All ranks of a TP group read the same groups. An
-    unfinished response starts again if it has a conversation, and the run does not
-    `has_environments`, or the other way round. So does a finished one that no environment has
-    judged, if the run has environments. Raises UsageError if a file has other content, or values
-    that are not within `limits`.
-    """
-    files = sorted(folder.glob("group_*.safetensors"))
-    if len(files) == num_tp_groups:
-        mine = [files[tp_group]]
-        draws = None
-    else:
-        mine = files
-        everywhere = sorted(draw for draw, _ in environments_by_draw(folder))
-        draws = everywhere[tp_group::num_tp_groups]
-    groups = [group for file in mine for group in _read(file, prompt_of, limits, draws)]
-    if draws is not None:
-        groups.sort(key=lambda group: group.draw)
-    for group in groups:
-        for index, rollout in enumerate(group.rollouts):
-            if rollout is None:
-                continue
-            if is_finished(rollout):
-                continues = index in group.environment_outcomes or not has_environments
-            else:
-                continues = (index in group.conversations) == has_environments
-            if not continues:
-                group.rollouts[index] = None
-                group.conversations.pop(index, None)
-                group.outcomes.pop(index, None)
-    return groups
-
-
-def check_environments(folder: Path, environment_of: Callable[[int], str]) -> None:
-    """Raise UsageError if a conversation that a run continues was with another environment, or if a
-    file has other content. `environment_of` returns the environment of a draw."""
-    for draw, environments in environments_by_draw(folder):
-        for then in sorted(environments):
-            if then and then != (now := environment_of(draw)):
-                raise UsageError(
-                    f"has conversations with {then} to continue, and the environment is now {now}",
-                    flag=f"--load {folder.parent}",
-                    remedy="bring that class back, or begin a new run with the trained weights by "
-                    "--finetune and another --rl-run-dir",
-                )
-
-
-def environments_by_draw(folder: Path) -> list[tuple[int, set[str]]]:
-    """Return the draws of all groups in `folder`, each with the environments of its conversations,
-    without reading responses. Raises UsageError if a file has other content."""
-    environments = []
-    for file in sorted(folder.glob("group_*.safetensors")):
-        try:
-            open_regular(file).close()
-            with safe_open(file, framework="numpy") as tensors:
-                groups = parse_json(tensors.metadata()["groups"])
-            environments += [(_draw(each["draw"]), {*_recorded(each).values()}) for each in groups]
-        except MALFORMED as error:
-            raise _not_groups(file, error) from error
-    return environments
+def environments_in(data: bytes) -> set[str]:
+    """Return the environments of an encoded group's conversations. Raises one of `MALFORMED`."""
+    return {*_recorded(_facts(data)).values()}
 
 
 def _recorded(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environments of a group's conversations; earlier versions did not write them."""
-    environments: dict[str, str] = facts.get("environments", {})
+    environments: dict[str, str] = facts["environments"]
     if not all(isinstance(each, str) for each in environments.values()):
         raise ValueError("an environment is not a text")
     return environments
 
 
 def group_to_bytes(group: OpenGroup) -> bytes:
-    """Encode a group with its rewards, like a file of this group alone."""
-    return save(*_encoded([group]))
+    """Encode a group with its rewards."""
+    arrays: dict[str, np.ndarray] = {"empty": np.empty(0, np.uint8)}  # at least one is needed
+    samples: list[dict[str, Any] | None] = []
+    for index, rollout in enumerate(group.rollouts):
+        if rollout is None:
+            samples.append(None)
+            continue
+        samples.append({name: getattr(rollout, name) for name in _FIELDS})
+        for name, array in _arrays_of(rollout).items():
+            arrays[f"{group.draw}/{index}/{name}"] = np.ascontiguousarray(array)
+    for index, kept in group.conversations.items():
+        place = f"{group.draw}/{index}/"
+        arrays[place + "state"] = np.frombuffer(kept.state.encode(), np.uint8)
+        arrays[place + "observed"] = kept.observed
+    facts = {
+        "draw": group.draw,
+        "samples": samples,
+        "reward_sources": dict(group.reward_sources),
+        "outcomes": {index: dict(by) for index, by in group.outcomes.items()},
+        "environment_outcomes": group.environment_outcomes,
+        "conversations": {n: each.unanswered for n, each in group.conversations.items()},
+        "environments": {n: each.environment for n, each in group.conversations.items()},
+    }
+    # A list of one group: earlier versions wrote several into a file.
+    return save(arrays, {"groups": json.dumps([facts])})
 
 
 def group_from_bytes(
@@ -160,41 +103,47 @@ def group_from_bytes(
 ) -> OpenGroup:
     """Decode a group; `prompt_of` returns the prompt of its draw. Raises one of `MALFORMED` for
     other content, or values that are not within `limits`."""
-    arrays = load(data)
+    facts, stored = _facts(data), load(data)
+    prompt = prompt_of(facts["draw"])
+    rollouts: list[Rollout | None] = []
+    for index, sample in enumerate(facts["samples"]):
+        if sample is None:
+            rollouts.append(None)
+            continue
+        place = f"{facts['draw']}/{index}/"
+        arrays = {name: stored[place + name] for name in _ALL_ARRAYS if place + name in stored}
+        rollouts.append(_rollout(prompt, index, sample, arrays, limits))
+    outcomes: dict[int, Mapping[str, Outcome]] = {
+        int(index): {name: _outcome(*each) for name, each in by.items()}
+        for index, by in facts["outcomes"].items()
+    }
+    of_environments = {
+        int(index): _outcome(*each) for index, each in facts["environment_outcomes"].items()
+    }
+    ended = {n for n, each in enumerate(rollouts) if each is not None and is_finished(each)}
+    if not rollouts or not outcomes.keys() | of_environments.keys() <= ended:
+        raise ValueError("there are no samples, or outcomes of samples that have not ended")
+    for index in ended - of_environments.keys():
+        rollout = rollouts[index]
+        if rollout is not None and rollout.failure is None and not len(rollout.response_token_ids):
+            raise ValueError(f"sample {index} has ended without tokens")
+    sources = dict(facts["reward_sources"])
+    group = OpenGroup(facts["draw"], rollouts, outcomes, of_environments, reward_sources=sources)
+    for index, unanswered in facts["conversations"].items():
+        place = f"{group.draw}/{index}/"
+        state, observed = stored[place + "state"], stored[place + "observed"]
+        _check_conversation(group, int(index), unanswered, state, observed, limits)
+        text = checked_state(state.tobytes().decode())
+        kept = KeptConversation(text, observed, _recorded(facts)[index], unanswered)
+        group.conversations[int(index)] = kept
+    return group
+
+
+def _facts(data: bytes) -> dict[str, Any]:
     header = parse_json(data[8 : 8 + int.from_bytes(data[:8], "little")])
     (facts,) = parse_json(header["__metadata__"]["groups"])
-    return _group(facts, prompt_of, limits, set(arrays), arrays.__getitem__)
-
-
-def _encoded(groups: Sequence[OpenGroup]) -> tuple[dict[str, np.ndarray], dict[str, str]]:
-    """Return the arrays and the metadata of a safetensors file."""
-    arrays: dict[str, np.ndarray] = {"empty": np.empty(0, np.uint8)}  # a file needs at least one
-    facts = []
-    for group in groups:
-        samples: list[dict[str, Any] | None] = []
-        for index, rollout in enumerate(group.rollouts):
-            if rollout is None:
-                samples.append(None)
-                continue
-            samples.append({name: getattr(rollout, name) for name in _FIELDS})
-            for name, array in _arrays_of(rollout).items():
-                arrays[f"{group.draw}/{index}/{name}"] = np.ascontiguousarray(array)
-        for index, kept in group.conversations.items():
-            place = f"{group.draw}/{index}/"
-            arrays[place + "state"] = np.frombuffer(kept.state.encode(), np.uint8)
-            arrays[place + "observed"] = kept.observed
-        facts.append(
-            {
-                "draw": group.draw,
-                "samples": samples,
-                "reward_sources": dict(group.reward_sources),
-                "outcomes": {index: dict(by) for index, by in group.outcomes.items()},
-                "environment_outcomes": group.environment_outcomes,
-                "conversations": {n: each.unanswered for n, each in group.conversations.items()},
-                "environments": {n: each.environment for n, each in group.conversations.items()},
-            }
-        )
-    return arrays, {"groups": json.dumps(facts)}
+    _draw(facts["draw"])
+    return dict(facts)
 
 
 def _arrays_of(rollout: Rollout) -> dict[str, np.ndarray]:
@@ -207,80 +156,14 @@ def _arrays_of(rollout: Rollout) -> dict[str, np.ndarray]:
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def _read(
-    file: Path,
-    prompt_of: Callable[[int], Prompt],
-    limits: EngineLimits,
-    draws: Sequence[int] | None,
-) -> list[OpenGroup]:
-    """Read the groups of a file, or only those of `draws`."""
-    wanted = None if draws is None else {*draws}
-    try:
-        open_regular(file).close()
-        with safe_open(file, framework="numpy") as tensors:
-            names = set(tensors.keys())
-            return [
-                _group(facts, prompt_of, limits, names, tensors.get_tensor)
-                for facts in parse_json(tensors.metadata()["groups"])
-                if wanted is None or facts["draw"] in wanted
-            ]
-    except MALFORMED as error:
-        raise _not_groups(file, error) from error
-
-
-def _not_groups(file: Path, error: Exception) -> UsageError:
-    return not_held(file, "unfinished groups of samples", f"{type(error).__name__}: {error}")
-
-
-def _group(
-    facts: dict[str, Any],
-    prompt_of: Callable[[int], Prompt],
-    limits: EngineLimits,
-    names: set[str],
-    array_of: Callable[[str], np.ndarray],
-) -> OpenGroup:
-    prompt = prompt_of(_draw(facts["draw"]))
-    rollouts: list[Rollout | None] = []
-    for index, sample in enumerate(facts["samples"]):
-        if sample is None:
-            rollouts.append(None)
-            continue
-        place = f"{facts['draw']}/{index}/"
-        arrays = {name: array_of(place + name) for name in _ALL_ARRAYS if place + name in names}
-        rollouts.append(_rollout(prompt, index, sample, arrays, limits))
-    outcomes: dict[int, Mapping[str, Outcome]] = {
-        int(index): {name: _outcome(*each) for name, each in by.items()}
-        for index, by in facts["outcomes"].items()
-    }
-    of_environments = {  # earlier versions did not write them
-        int(index): _outcome(*each) for index, each in facts.get("environment_outcomes", {}).items()
-    }
-    ended = {n for n, each in enumerate(rollouts) if each is not None and is_finished(each)}
-    if not rollouts or not outcomes.keys() | of_environments.keys() <= ended:
-        raise ValueError("there are no samples, or outcomes of samples that have not ended")
-    for index in ended - of_environments.keys():
-        rollout = rollouts[index]
-        if rollout is not None and rollout.failure is None and not len(rollout.response_token_ids):
-            raise ValueError(f"sample {index} has ended without tokens")
-    sources = dict(facts.get("reward_sources", {}))  # as above
-    group = OpenGroup(facts["draw"], rollouts, outcomes, of_environments, reward_sources=sources)
-    for index, unanswered in facts.get("conversations", {}).items():  # as above
-        place = f"{group.draw}/{index}/"
-        state, observed = array_of(place + "state"), array_of(place + "observed")
-        kept = _conversation(group, int(index), unanswered, state, observed, limits)
-        environment = _recorded(facts).get(index, "")
-        group.conversations[int(index)] = dataclasses.replace(kept, environment=environment)
-    return group
-
-
-def _conversation(
+def _check_conversation(
     group: OpenGroup,
     index: int,
     unanswered: Any,
     state: np.ndarray,
     observed: np.ndarray,
     limits: EngineLimits,
-) -> KeptConversation:
+) -> None:
     rollout = group.rollouts[index] if 0 <= index < len(group.rollouts) else None
     kinds = [(each.dtype, each.ndim) for each in (state, observed)]
     expected = [(np.dtype(np.uint8), 1), (np.dtype(np.int32), 1)]
@@ -292,7 +175,6 @@ def _conversation(
         raise ValueError(f"the conversation of sample {index} has no response that continues")
     if unanswered is not None and turn_start(rollout) == len(rollout.response_token_ids):
         raise ValueError(f"the conversation of sample {index} has no turn to answer")
-    return KeptConversation(checked_state(state.tobytes().decode()), observed, unanswered)
 
 
 def _draw(value: Any) -> int:
@@ -317,7 +199,6 @@ def _turn(num_response: int, end: Any, reward: Any) -> TurnReward:
 def _rollout(
     prompt: Prompt, index: int, facts: dict[str, Any], arrays: dict[str, Any], limits: EngineLimits
 ) -> Rollout:
-    facts = {"turn_rewards": []} | facts  # earlier versions did not write them
     is_version = integer_within(facts["weight_version"], 0, _MOST_VERSIONS) is not None
     is_text = isinstance(facts["text"], str) and isinstance(facts["failure"], str | None)
     is_reason = facts["finish_reason"] in (*FINISH_REASONS, UNFINISHED)

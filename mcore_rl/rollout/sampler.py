@@ -62,21 +62,19 @@ from mcore_rl.rollout.engines import RolloutWorkers
 from mcore_rl.rollout.group_plan import GroupPlan
 from mcore_rl.rollout.group_sampler import GroupSampler, Rules
 from mcore_rl.rollout.options import RolloutOptions
-from mcore_rl.rollout.pending import read_groups, write_groups
 from mcore_rl.rollout.sampling_state import (
     AheadMetrics,
     SamplingState,
     StepCounts,
+    read_groups,
     read_lengths,
+    write_groups,
     write_lengths,
 )
 from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.rollout.user_groups import UserGroups
 
 logger = logging.getLogger(__name__)
-
-# The version of a group without tokens, above all others: it starts with the current weights.
-_NOT_STARTED = 1 << 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +168,7 @@ class Sampler:
         objects.barrier()  # all have read it before the first file is rewritten
         # Groups that this TP group continues in the first step.
         self._resumed = workers.engine.of_first_rank(self._held(folder, state, banked))
-        outstanding = self._outstanding(state)
+        outstanding = state.outstanding
         # Draws that are trained on or dropped, and whose groups are in the bank.
         self._done = {d for d in banked if d < state.next_draw and d not in outstanding}
         self._covered: set[int] = set()  # of these, those before the last `save`
@@ -639,7 +637,7 @@ class Sampler:
         by_draw: dict[int, OpenGroup] = {}
         num_unfit = 0
         for each in agreed_in_world(partial(self._stored_groups, folder)):
-            if state.outstanding is not None and each.draw not in state.outstanding:
+            if each.draw not in state.outstanding:
                 continue
             fits = self._fits(each)
             num_unfit += not fits
@@ -654,7 +652,7 @@ class Sampler:
         everywhere = [draw for some in held for draw in some]
         if len({*everywhere}) < len(everywhere):
             raise not_held(folder, "unfinished groups of samples", "a draw has several groups")
-        missing = sorted((state.outstanding or {}).keys() - {*everywhere})
+        missing = sorted(state.outstanding.keys() - {*everywhere})
         for draw in missing[self._workers.tp_group :: self._workers.num_tp_groups]:
             by_draw[draw] = self._new_group(draw)
         here = {draw: banked[draw].read() for draw in by_draw.keys() & banked.keys()}
@@ -674,15 +672,6 @@ class Sampler:
 
     def _new_group(self, draw: int) -> OpenGroup:
         return OpenGroup.new(draw, self._plan().size_of(self._prompt_of(draw)))
-
-    def _outstanding(self, state: SamplingState) -> dict[int, int]:
-        """Return the draws that the run continues, with the versions that they started with."""
-        if state.outstanding is not None:
-            return state.outstanding
-        oldest = {each.draw: each.oldest_version for each in self._resumed}
-        mine = {draw: _NOT_STARTED if v is None else v for draw, v in oldest.items()}
-        everywhere = objects.all_gather(mine if self._workers.is_leader else {})
-        return {draw: version for some in everywhere for draw, version in some.items()}
 
     def _continuing(self, outstanding: Collection[int]) -> list[OpenGroup]:
         """Return the groups here whose responses a checkpoint holds, with their conversations as

@@ -5,27 +5,38 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save_file
 
 from mcore_rl.batching.table import SampleTable
+from mcore_rl.batching.types import Prompt
 from mcore_rl.common import objects
-from mcore_rl.common.errors import not_held
+from mcore_rl.common.errors import UsageError, not_held
 from mcore_rl.common.readers import InvalidData, integer_within, parse_json, read_regular
 from mcore_rl.rollout.admission import AdmissionCounts
-from mcore_rl.rollout.pending import environments_by_draw
-from mcore_rl.rollout.segments import OpenGroup
+from mcore_rl.rollout.bank import read_records, write_records
+from mcore_rl.rollout.group_encoding import (
+    MALFORMED,
+    EngineLimits,
+    environments_in,
+    group_from_bytes,
+    group_to_bytes,
+)
+from mcore_rl.rollout.segments import OpenGroup, is_finished
 
 # Groups by the metric that counts them, without rollout/.
 _COUNTED = ("started_groups", "uninformative_groups", "stale_groups")
 _FILTERED = "filtered/"  # and the reason
 _NAME, _LENGTHS = "ahead.json", "lengths.safetensors"
+_GROUPS = "group_{:05d}_1.bank"
 _MOST_DRAWS = 1 << 53
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True)
@@ -59,8 +70,7 @@ class SamplingState:
     """
 
     next_draw: int  # the first that has never been admitted
-    # Version at the start; None: a version of mcore_rl wrote it that knows them from the groups.
-    outstanding: dict[int, int] | None
+    outstanding: dict[int, int]  # version at the start
     weight_version: int | None = None  # of the last step
     # Since the last step, in no step's metrics: see `counts_of`.
     uncounted: dict[str, int] = field(default_factory=dict)
@@ -73,11 +83,9 @@ class SamplingState:
     def read(cls, folder: Path | None, position: int) -> SamplingState:
         """Read the state of a checkpoint. `position` is the number of prompts that a run has drawn,
         if the checkpoint does not say; `folder` is None for a new run. Raises UsageError."""
-        if folder is None:
+        path = None if folder is None else folder / _NAME
+        if path is None or not path.exists():
             return cls(position, {})
-        path = folder / _NAME
-        if not path.exists():
-            return cls(position, None)
         try:
             facts = parse_json(read_regular(path))
             outstanding = {int(draw): version for draw, version in facts["outstanding"].items()}
@@ -123,11 +131,105 @@ def read_lengths(folder: Path, lengths: np.ndarray) -> None:
     lengths[:] = stored
 
 
+def write_groups(groups: Iterable[OpenGroup], folder: Path, tp_group: int) -> None:
+    """Write the unfinished groups of a TP group; on its first rank, which has their rewards."""
+    folder.mkdir(parents=True, exist_ok=True)
+    records = ((group.draw, group_to_bytes(group)) for group in groups)
+    write_records(folder / _GROUPS.format(tp_group), records)
+
+
+def read_groups(
+    folder: Path,
+    prompt_of: Callable[[int], Prompt],
+    *,
+    tp_group: int,
+    num_tp_groups: int,
+    has_environments: bool = False,
+    limits: EngineLimits | None = None,
+) -> list[OpenGroup]:
+    """Return the groups that a TP group resumes: its own, or, if the number of TP groups has
+    changed, its share of all groups, assigned round-robin in the order of their draws.
+
+    `prompt_of` returns the prompt of a draw. All ranks of a TP group read the same groups. An
+    unfinished response starts again if it has a conversation, and the run does not
+    `has_environments`, or the other way round. So does a finished one that no environment has
+    judged, if the run has environments. Raises UsageError if a file has other content, or values
+    that are not within `limits`.
+    """
+    files = _group_files(folder)
+    mine, draws = [files[tp_group]] if len(files) == num_tp_groups else files, None
+    if len(files) != num_tp_groups:
+        everywhere = sorted(draw for file in files for draw, _ in _records(file, environments_in))
+        draws = {*everywhere[tp_group::num_tp_groups]}
+
+    def decoded(data: bytes) -> OpenGroup:
+        return group_from_bytes(data, prompt_of, limits or EngineLimits())
+
+    found = [group for file in mine for _, group in _records(file, decoded, draws)]
+    for group in found:
+        _drop_what_cannot_continue(group, has_environments)
+    return found if draws is None else sorted(found, key=lambda group: group.draw)
+
+
+def _drop_what_cannot_continue(group: OpenGroup, has_environments: bool) -> None:
+    for index, rollout in enumerate(group.rollouts):
+        if rollout is None:
+            continue
+        if is_finished(rollout):
+            continues = index in group.environment_outcomes or not has_environments
+        else:
+            continues = (index in group.conversations) == has_environments
+        if not continues:
+            group.rollouts[index] = None
+            group.conversations.pop(index, None)
+            group.outcomes.pop(index, None)
+
+
+def check_environments(folder: Path, environment_of: Callable[[int], str]) -> None:
+    """Raise UsageError if a conversation that a run continues was with another environment, or if a
+    file has other content. `environment_of` returns the environment of a draw."""
+    for file in _group_files(folder):
+        for draw, environments in _records(file, environments_in):
+            for then in sorted(environments):
+                if then != (now := environment_of(draw)):
+                    raise UsageError(
+                        f"has conversations with {then} to continue, and the environment is now "
+                        f"{now}",
+                        flag=f"--load {folder.parent}",
+                        remedy="bring that class back, or begin a new run with the trained weights "
+                        "by --finetune and another --rl-run-dir",
+                    )
+
+
+def _group_files(folder: Path) -> list[Path]:
+    """Return the files of `write_groups`, in the order of the TP groups."""
+    if any(folder.glob("group_*.safetensors")):
+        raise UsageError(
+            "has unfinished samples in the format of an earlier version",
+            flag=f"--load {folder.parent}",
+            remedy=f"continue with that version, or delete {folder}/group_*.safetensors, whose "
+            "samples are then lost",
+        )
+    return sorted(folder.glob("group_*.bank"))
+
+
+def _records(
+    file: Path, decoded: Callable[[bytes], _T], draws: Collection[int] | None = None
+) -> Iterator[tuple[int, _T]]:
+    """Yield the groups of a file, or only those of `draws`, each with its draw."""
+    try:
+        for draw, data in read_records(file):
+            if draws is None or draw in draws:
+                yield draw, decoded(data)
+    except MALFORMED as error:
+        why = f"{type(error).__name__}: {error}"
+        raise not_held(file, "unfinished groups of samples", why) from error
+
+
 def count_unfinished(folder: Path) -> int:
     """Count the groups in a checkpoint's `folder` that a run with the same prompts continues.
     Raises UsageError if a file has other content."""
-    outstanding = SamplingState.read(folder, 0).outstanding
-    return len(environments_by_draw(folder) if outstanding is None else outstanding)
+    return len(SamplingState.read(folder, 0).outstanding)
 
 
 def counts_of(admitted: AdmissionCounts) -> Counter[str]:

@@ -112,13 +112,13 @@ def turn_start(rollout: Rollout) -> int:
 class KeptConversation:
     """How the conversation of an unfinished response continues with another process.
 
-    Example: `KeptConversation("[true, false]", observed=array([220, 19]))`.
+    Example: `KeptConversation("[true, false]", array([220, 19]), environment="Calculator")`.
     """
 
     state: str  # of the environment after its last answer, as JSON
     observed: np.ndarray  # [o] int32, its last answer; the response may already contain it
+    environment: str  # `EnvironmentSpec.class_for`
     unanswered: str | None = None  # finish_reason of a last turn that it has not answered
-    environment: str = ""  # `EnvironmentSpec.class_for`; "": an earlier version did not record it
 
 
 @dataclass(slots=True)

@@ -18,9 +18,9 @@ from mcore_rl.model.layout import RolloutLayout, TrainLayout
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.conversations import Conversations
 from mcore_rl.rollout.engines import RolloutWorkers
-from mcore_rl.rollout.pending import write_groups
 from mcore_rl.rollout.sample_store import SampleStore
 from mcore_rl.rollout.sampler import Sampler
+from mcore_rl.rollout.sampling_state import SamplingState, write_groups
 from mcore_rl.rollout.segments import OpenGroup
 from tests.dist.partial_jobs import TwoPrompts, UnevenSampler, rescored, weights
 from tests.engine_samples import small_engine
@@ -245,6 +245,8 @@ def continue_colocated(job: Job, version: int) -> dict[str, Any]:
     no token, the second another size. Returns the states before and after it."""
     rank, folder = dist.get_rank(), job.work / "colocated"
     write_groups([OpenGroup.new(4 + rank, NUM_SAMPLES + rank)], folder, rank)
+    if rank == 0:
+        SamplingState(8, {4: version - 1, 5: version - 1}, version - 1).write(folder)
     dist.barrier()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = "3"
     sampler = job.sampler(8, folder, ("another run",))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-import json
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors import safe_open
 
 from mcore_rl.observe import run_lock
 from mcore_rl.observe.run_directory import read_config
+from mcore_rl.rollout.bank import read_records
+from mcore_rl.rollout.group_encoding import environments_in
 from tests.conftest import load_script
 from tests.e2e.recipe import (
     HOOKS,
@@ -202,8 +202,8 @@ def test_responses_were_pending_at_the_checkpoint_and_continued(runs: tuple[Run,
     assert whole.metrics[SAVED_AT - 1]["rollout/pending_groups"] > 0
     assert max(resumed.metrics[step]["rollout/staleness_max"] for step in (2, 3)) > 0
     saved = whole.folder / "checkpoints" / f"iter_{SAVED_AT:07d}" / "rollout"
-    groups = [group for file in saved.glob("group_*.safetensors") for group in groups_in(file)]
-    assert groups and any(group["conversations"] for group in groups)
+    groups = [data for file in saved.glob("group_*.bank") for _, data in read_records(file)]
+    assert groups and any(environments_in(data) for data in groups)
     assert [resumed.metrics[step]["rollout/failures"] for step in range(NUM_STEPS)] == [0] * 4
 
 
@@ -212,15 +212,8 @@ def test_a_group_filter_decides_the_same_again(runs: tuple[Run, Run, Run]) -> No
     _, _, resumed = runs
     if "rollout/filtered/odd" not in resumed.metrics[0]:
         pytest.skip("this run has no filter")
-    for reason in ("odd", "third"):
-        counts = [resumed.metrics[n][f"rollout/filtered/{reason}"] for n in range(NUM_STEPS)]
-        assert sum(counts[SAVED_AT:]) > 0
-
-
-def groups_in(file: Path) -> list[dict[str, Any]]:
-    with safe_open(file, framework="numpy") as tensors:
-        found: list[dict[str, Any]] = json.loads(tensors.metadata()["groups"])
-        return found
+    steps = [resumed.metrics[step] for step in range(SAVED_AT, NUM_STEPS)]
+    assert sum(each[f"rollout/filtered/{why}"] for each in steps for why in ("odd", "third")) > 0
 
 
 def test_sources_keep_their_shares_rewards_and_limits(runs: tuple[Run, Run, Run]) -> None:

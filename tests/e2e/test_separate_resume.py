@@ -66,7 +66,7 @@ def test_a_run_continues_with_other_engines_and_bounds_and_loses_no_draw(
         for step in range(num_steps - 2 if num_steps < 7 else 6, num_steps):
             assert metrics[step]["rollout/staleness_max"] <= staleness
     of_two = run_dir / "checkpoints" / folders.iteration_name(6) / "rollout"
-    assert len(list(of_two.glob("group_*.safetensors"))) == 2
+    assert len(list(of_two.glob("group_*.bank"))) == 2
     assert folders.damage(run_dir / "checkpoints", 6) == []
     rows = [json.loads(line) for line in (run_dir / "rollouts.jsonl").read_text().splitlines()]
     counts = Counter(row["draw"] for row in rows)

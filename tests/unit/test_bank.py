@@ -25,7 +25,7 @@ from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout import bank as bank_module
 from mcore_rl.rollout.bank import Bank, read_bank
 from mcore_rl.rollout.branch import Branch
-from mcore_rl.rollout.pending import EngineLimits
+from mcore_rl.rollout.group_encoding import EngineLimits
 from mcore_rl.rollout.segments import OpenGroup
 from tests.rank_pool import ROOT
 

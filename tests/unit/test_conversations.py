@@ -18,7 +18,7 @@ from mcore_rl.environments.wire import Started
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout.conversations import Conversations, turns_of
 from mcore_rl.rollout.group_sampler import Rules
-from mcore_rl.rollout.pending import read_groups, write_groups
+from mcore_rl.rollout.sampling_state import read_groups, write_groups
 from mcore_rl.rollout.segments import OpenGroup, new_rollout
 from tests.unit.scripted_sampling import ScriptedEngine, Steps, token
 

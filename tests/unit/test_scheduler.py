@@ -15,7 +15,7 @@ from mcore_rl.rewards.worker import Outcome
 from mcore_rl.rollout import conversations as conversations_module
 from mcore_rl.rollout import scheduler as scheduler_module
 from mcore_rl.rollout import stream as stream_module
-from mcore_rl.rollout.pending import read_groups, write_groups
+from mcore_rl.rollout.sampling_state import read_groups, write_groups
 from mcore_rl.rollout.segments import OpenGroup, turn_start
 from tests.unit.continuous_run import (
     MOST_PER_TURN,

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load, save, save_file
 
 from mcore_rl.batching.table import SampleTokens
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, TopTokens, TurnReward
@@ -18,8 +17,16 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling
 from mcore_rl.moe.routing import RoutedLayers, Routes
 from mcore_rl.rewards.worker import Outcome
-from mcore_rl.rollout.pending import EngineLimits, check_environments, read_groups, write_groups
-from mcore_rl.rollout.sampling_state import SamplingState, read_lengths, write_lengths
+from mcore_rl.rollout.bank import read_records, write_records
+from mcore_rl.rollout.group_encoding import EngineLimits
+from mcore_rl.rollout.sampling_state import (
+    SamplingState,
+    check_environments,
+    read_groups,
+    read_lengths,
+    write_groups,
+    write_lengths,
+)
 from mcore_rl.rollout.segments import (
     KeptConversation,
     OpenGroup,
@@ -116,7 +123,7 @@ def groups() -> list[OpenGroup]:
             [finished, None, part(new_rollout(PROMPT, 2, 1), [draw], 1)],
             {0: outcomes},
             {0: Outcome(0.2, "no answer", "in 2 s")},
-            {2: KeptConversation('{"a": [1]}', np.array([90, 91], np.int32), "stop", "Guess")},
+            {2: KeptConversation('{"a": [1]}', np.array([90, 91], np.int32), "Guess", "stop")},
         )
         for draw, outcomes in (
             (7, {"length": Outcome(0.1)}),
@@ -165,17 +172,22 @@ def test_conversations_with_another_environment_are_refused(tmp_path: Path) -> N
     check_environments(tmp_path / "rollout", lambda draw: "Guess")
     with pytest.raises(UsageError, match="with Guess to continue, .* now Other"):
         check_environments(tmp_path / "rollout", lambda draw: "Other" if draw == 9 else "Guess")
-    (tmp_path / "rollout" / "group_00001.safetensors").write_text("other")
+    (tmp_path / "rollout" / "group_00001_1.bank").write_text("other")
     with pytest.raises(UsageError, match="unfinished groups"):
         check_environments(tmp_path / "rollout", lambda draw: "Guess")
 
 
 def written(folder: Path) -> tuple[Path, dict[str, np.ndarray], str]:
     write_groups(groups()[:1], folder, 0)
-    file = folder / "group_00000.safetensors"
-    with safe_open(file, framework="numpy") as tensors:
-        arrays = {name: tensors.get_tensor(name) for name in tensors.keys()}
-        return file, arrays, tensors.metadata()["groups"]
+    file = folder / "group_00000_1.bank"
+    ((_, data),) = read_records(file)
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    arrays = {name: array.copy() for name, array in load(data).items()}
+    return file, arrays, header["__metadata__"]["groups"]
+
+
+def write(file: Path, arrays: dict[str, np.ndarray], facts: str) -> None:
+    write_records(file, [(7, save(arrays, {"groups": facts}))])
 
 
 def read_again(
@@ -214,25 +226,24 @@ def read_again(
 def test_groups_with_wrong_values_are_refused(tmp_path: Path, old: str, new: str) -> None:
     file, arrays, facts = written(tmp_path)
     assert old in facts
-    save_file(arrays, file, {"groups": facts.replace(old, new)})
+    write(file, arrays, facts.replace(old, new))
     with pytest.raises(UsageError, match=f"--load: {file} does not hold unfinished.*load another"):
         read_again(file)
 
 
-def test_groups_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    file, arrays, facts = written(tmp_path)
-    earlier = json.loads(facts)
-    del earlier[0]["environment_outcomes"], earlier[0]["conversations"]
-    for sample in earlier[0]["samples"]:
-        if sample is not None:
-            del sample["turn_rewards"]
-    save_file(arrays, file, {"groups": json.dumps(earlier)})
-    expected = groups()[0]
-    assert expected.rollouts[0] is not None
-    expected.rollouts[0] = dataclasses.replace(expected.rollouts[0], turn_rewards=())
-    expected.environment_outcomes, expected.conversations = {}, {}
-    found = read_again(file, has_environments=False)
-    assert [plain(each) for each in found] == [plain(expected)]
+def test_groups_in_the_format_of_earlier_versions_are_refused_until_they_are_deleted(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "iter_0000003" / "rollout"
+    folder.mkdir(parents=True)
+    save_file({"empty": np.empty(0, np.uint8)}, folder / "group_00000.safetensors", {"groups": ""})
+    with pytest.raises(UsageError, match="--load .*iter_0000003 has .* earlier version") as refused:
+        read_again(folder / "any")
+    named = refused.value.remedy.split("delete ")[1].split(",")[0]
+    assert Path(named).parent == folder
+    for file in folder.glob(Path(named).name):
+        file.unlink()
+    assert read_groups(folder, lambda draw: PROMPT, tp_group=0, num_tp_groups=1) == []
 
 
 def test_response_whose_conversation_cannot_continue_starts_again(tmp_path: Path) -> None:
@@ -241,7 +252,7 @@ def test_response_whose_conversation_cannot_continue_starts_again(tmp_path: Path
     expected.conversations = {}
     file, arrays, facts = written(tmp_path)
     assert [plain(each) for each in read_again(file, has_environments=False)] == [plain(expected)]
-    save_file(arrays, file, {"groups": facts.replace('{"2": "stop"}', "{}")})
+    write(file, arrays, facts.replace('{"2": "stop"}', "{}"))
     assert [plain(each) for each in read_again(file)] == [plain(expected)]
 
 
@@ -264,7 +275,7 @@ def test_conversations_with_wrong_arrays_are_refused(
     del arrays[f"7/2/{name}"]
     if array is not None:
         arrays[f"7/2/{name}"] = array
-    save_file(arrays, file, {"groups": facts})
+    write(file, arrays, facts)
     with pytest.raises(UsageError, match=f"{file} does not hold unfinished groups of samples"):
         read_again(file)
 
@@ -304,7 +315,7 @@ def test_groups_with_wrong_arrays_are_refused(tmp_path: Path, name: str, change:
         return  # a prompt may have any number of tokens
     if change != "missing":
         arrays[f"7/0/{name}"] = changed[change]
-    save_file(arrays, file, {"groups": facts})
+    write(file, arrays, facts)
     with pytest.raises(UsageError, match=f"{file} does not hold unfinished groups of samples"):
         read_again(file)
 
@@ -335,7 +346,7 @@ def test_values_that_no_engine_gives_are_refused(tmp_path: Path, name: str, valu
         name, arrays["7/0/routes"] = "routes", arrays["7/0/routes"].astype(np.float32)
     array = arrays[f"7/{name}" if "/" in name else f"7/0/{name}"]
     array[tuple(length - 1 for length in array.shape)] = value
-    save_file(arrays, file, {"groups": facts})
+    write(file, arrays, facts)
     with pytest.raises(UsageError, match=f"{file} does not hold unfinished groups of samples"):
         read_again(file, limits=limits)
 
@@ -351,7 +362,7 @@ def test_groups_that_cannot_have_been_sampled_are_refused(tmp_path: Path) -> Non
         {**group, "outcomes": of_third},
         {**group, "environment_outcomes": {**group["environment_outcomes"], "1": [0.0, None, ""]}},
     ):
-        save_file(arrays, file, {"groups": json.dumps([changed])})
+        write(file, arrays, json.dumps([changed]))
         with pytest.raises(UsageError, match="no samples, or outcomes of samples that have not"):
             read_again(file)
     nothing = OpenGroup(7, [dataclasses.replace(new_rollout(PROMPT, 0, 1), finish_reason="stop")])
@@ -373,7 +384,7 @@ def test_experts_of_other_layers_are_refused(tmp_path: Path, num_layers: int) ->
 
 @pytest.mark.parametrize("num_tp_groups", [1, 3])
 def test_pipes_in_place_of_groups_are_refused(tmp_path: Path, num_tp_groups: int) -> None:
-    os.mkfifo(tmp_path / "group_00000.safetensors")
+    os.mkfifo(tmp_path / "group_00000_1.bank")
     with pytest.raises(UsageError, match="does not hold unfinished .* is not a regular file"):
         read_groups(tmp_path, lambda draw: PROMPT, tp_group=0, num_tp_groups=num_tp_groups)
     os.mkfifo(tmp_path / "ahead.json")
@@ -431,7 +442,7 @@ def test_finished_response_that_no_environment_has_judged_starts_again(tmp_path:
     file, arrays, facts = written(tmp_path)
     earlier = json.loads(facts)
     earlier[0]["environment_outcomes"] = {}
-    save_file(arrays, file, {"groups": json.dumps(earlier)})
+    write(file, arrays, json.dumps(earlier))
     (found,) = read_again(file)
     assert found.rollouts[:2] == [None, None] and found.rollouts[2] is not None
     assert found.outcomes == {} and 2 in found.conversations

@@ -23,8 +23,7 @@ from mcore_rl.data.source_position import Begin, changes_between, continued
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.megatron.hf_checkpoint import fingerprint
 from mcore_rl.megatron.rng import RngState
-from mcore_rl.rollout.pending import check_environments
-from mcore_rl.rollout.sampling_state import count_unfinished
+from mcore_rl.rollout.sampling_state import check_environments, count_unfinished
 from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.adapters import check_same_adapters, check_stored_adapters

@@ -224,8 +224,9 @@ def test_engines_that_sample_ahead_train_every_draw_once_and_in_time(
             sum(step[f"rollout/filtered/{reason}"] for step in metrics)
             for reason in ("odd", "third")
         )
-        assert 0 < replaced <= dropped + sum(row["filtered"] == "odd" for row in rows) / 4
-        assert 0 < left_out == sum(row["filtered"] == "third" for row in rows) / 4
+        assert replaced <= dropped + sum(row["filtered"] == "odd" for row in rows) / 4
+        assert left_out == sum(row["filtered"] == "third" for row in rows) / 4
+        assert replaced + left_out > 0  # the few groups that differ may all be of one kind
     if "sources" in case:
         for step in (0, 2, 4, 5):
             assert_pass_at_k_of_each_set(seeded_metrics(tmp_path / "run")[step])

@@ -22,15 +22,10 @@ from mcore_rl.environments.interface import (
     resolve_environment,
 )
 from mcore_rl.isolation.process import Service, awaited, guarded
-from mcore_rl.isolation.zygote import run_zygote
 
 
-def main(control: int, parent: int) -> None:
-    """Run the zygote of an `EnvironmentPool`; see `zygote_process.start_process`."""
-    run_zygote(control, parent, _load)
-
-
-def _load(settings: dict[str, Any]) -> Callable[[], Service]:
+def load(settings: dict[str, Any]) -> Callable[[], Service]:
+    """Import the classes and return what creates an environment; see `run_zygote`."""
     classes = {
         name: resolve_environment(
             name, () if number else settings["imports"], needs_state=settings["needs_state"]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import json
 import os
 import selectors
@@ -48,7 +49,7 @@ class Program:
     """
 
     owner: str  # for messages
-    module: str  # its `main` calls `run_zygote`
+    module: str  # has `load`, see `run_zygote`
     settings: dict[str, Any]  # of the module, as JSON
     memory_gib: float  # of each process; 0: unlimited
     memory_flag: str  # for messages
@@ -60,13 +61,11 @@ class Program:
     output: int | None = None  # a descriptor for their output; None: this process's
 
 
-def run_zygote(
-    control: int, parent: int, load: Callable[[dict[str, Any]], Callable[[], Service]]
-) -> None:
+def run_zygote(control: int, parent: int) -> None:
     """Serve the trainer, the process `parent`, at the other end of the socket `control`.
 
-    `load` gets the settings of the program, once rights are dropped, and returns what a new process
-    calls for its service; its UsageError is passed on to the trainer.
+    `load` of the program's module gets its settings, once rights are dropped, and returns what a
+    new process calls for its service; its UsageError is passed on to the trainer.
     """
     forbid_runs()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -85,7 +84,7 @@ def run_zygote(
     report: dict[str, Any] = {"ready": True}
     service: Callable[[], Service] | None = None
     try:
-        service = load(program.settings)
+        service = importlib.import_module(program.module).load(program.settings)
     except UsageError as error:
         report = {"refused": wire.refused(error)}
     import asyncio  # noqa: F401 - once, as most sessions need it

@@ -172,11 +172,11 @@ class ZygoteProcess:
 
 
 def start_process(program: Program, control: socket.socket) -> subprocess.Popen[bytes]:
-    """Run `main(descriptor of control, id of this process)` of the program's module. Its output is
-    unbuffered if it has a descriptor of its own, as the process may be killed."""
+    """Run `run_zygote`. Its output is unbuffered if it has a descriptor of its own, as the process
+    may be killed."""
     main = (
-        f"import sys; sys.path[:] = {sys.path!r}; from {program.module} import main; "
-        f"main({control.fileno()}, {os.getpid()})"
+        f"import sys; sys.path[:] = {sys.path!r}; from mcore_rl.isolation.zygote import run_zygote;"
+        f" run_zygote({control.fileno()}, {os.getpid()})"
     )
     return subprocess.Popen(
         [sys.executable, *(() if program.output is None else ("-u",)), "-c", main],

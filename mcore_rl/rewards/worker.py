@@ -16,7 +16,6 @@ from mcore_rl.common.readers import InvalidData, finite_number
 from mcore_rl.common.user_code import import_user_file, source_hash
 from mcore_rl.isolation.process import Service, awaited, guarded
 from mcore_rl.isolation.wire import Failed, InvalidValue, as_text
-from mcore_rl.isolation.zygote import run_zygote
 from mcore_rl.rewards.functions import RewardFunction, resolve_reward, takes_row
 
 Sample = tuple[str, str, Any, str]  # prompt, response, answer, row
@@ -35,12 +34,8 @@ class Outcome(NamedTuple):
         return None if self.kind is None else Failed(self.kind, self.detail).failure
 
 
-def main(control: int, parent: int) -> None:
-    """Run the zygote of a `RewardPool`; see `zygote_process.start_process`."""
-    run_zygote(control, parent, _load)
-
-
-def _load(settings: dict[str, Any]) -> Callable[[], Service]:
+def load(settings: dict[str, Any]) -> Callable[[], Service]:
+    """Return what creates a worker of a `RewardPool`; see `run_zygote`."""
     # Workers import the user's modules, not the zygote: a module may start threads or initialize
     # CUDA, which a fork cannot use.
     return lambda: _RewardService(settings["specs"], settings["imports"])

@@ -46,7 +46,7 @@ class Session:
         self.limit_seconds = 0.0  # of that request
         self._asked: deque[_Request] = deque()  # unanswered
         self._num_asked = 0
-        self._out: deque[bytes] = deque()  # still to be sent
+        self._out: deque[memoryview] = deque()  # still to be sent
         self._max_answer_bytes = max_answer_bytes
         self._reader = wire.Reader(max_answer_bytes)
 
@@ -66,14 +66,14 @@ class Session:
         self._asked.append(_Request(self._num_asked, message, limit_seconds))
         self._num_asked += 1
         if self.connection is not None:
-            self._out.append(message)
+            self._out.append(memoryview(message))
             self.send()
 
     def connect(self, connection: socket.socket) -> None:
         """Send all unanswered requests by a new connection."""
         connection.setblocking(False)
         self.connection = connection
-        self._out = deque(request.message for request in self._asked)
+        self._out = deque(memoryview(request.message) for request in self._asked)
         self.send()
 
     def disconnect(self) -> None:
@@ -92,7 +92,7 @@ class Session:
 
     def end(self) -> None:
         """End an idle session; its process closes itself within the time of its last request."""
-        self._out.append(wire.framed({"turn": self._num_asked}))
+        self._out.append(memoryview(wire.framed({"turn": self._num_asked})))
         self.send()
         self.drop()
         self.deadline = time.monotonic() + self.limit_seconds + MARGIN_SECONDS

@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
-from typing import Any, Self
+from typing import Any
 
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
@@ -29,14 +29,13 @@ from mcore_rl.sandbox.runner import check_sandbox
 logger = logging.getLogger(__name__)
 
 
-class EnvironmentPool:
-    """Environments by ticket: 0, 1, 2, ... Used by one thread; `with` closes it.
+class EnvironmentPool(ProcessPool):
+    """Environments by ticket.
 
-    Not collective: every rank that rolls out has its own pool, a `ProcessPool` with at most
-    `max_open` processes. Every `start` and every `step` is answered by one event, possibly a
-    failure. A process that ends between two turns is reported at the next `step`. A `Failed`, or a
-    `Stepped` that is done, ends the ticket. `failure_counts` counts failures by kind; the first of
-    each kind is logged.
+    Every rank that rolls out has its own pool. Every `start` and every `step` is answered by one
+    event, possibly a failure. A process that ends between two turns is reported at the next `step`.
+    A `Failed`, or a `Stepped` that is done, ends the ticket. `failure_counts` counts failures by
+    kind; the first of each kind is logged.
 
     `finished` and `wait` raise UsageError if the class cannot be found, and RuntimeError if its
     processes repeatedly fail to start; open environments are lost then.
@@ -47,7 +46,7 @@ class EnvironmentPool:
         self._title = ",".join(spec.names)
         # The working directory may differ when processes start.
         files = [os.path.abspath(path) for path in spec.imports]
-        self._program = Program(
+        program = Program(
             f"environment {self._title}",
             "mcore_rl.environments.service",
             {
@@ -63,24 +62,9 @@ class EnvironmentPool:
             sandbox_accept=spec.sandbox_accept,
             is_silent=True,  # nobody reads what hundreds print, and it could fill the run's log
         )
-        self._pool = ProcessPool(self._program, spec.max_open)
+        super().__init__(program, spec.max_open)
         self._starting: set[int] = set()  # tickets that have not answered yet
         self.failure_counts: Counter[str] = Counter()
-
-    @property
-    def num_open(self) -> int:
-        """The number of tickets that are not over."""
-        return self._pool.num_open
-
-    @property
-    def num_busy(self) -> int:
-        """The number of tickets that an event will come for."""
-        return self._pool.num_busy
-
-    @property
-    def is_working(self) -> bool:
-        """Whether an event will come even if no other ticket ends."""
-        return self._pool.is_working
 
     def start(self, prompt: Prompt, seed: int) -> int:
         """Create an environment for a sample. Return its ticket, for which `Started` will come."""
@@ -94,7 +78,7 @@ class EnvironmentPool:
 
     def step(self, ticket: int, response: Response) -> None:
         """Pass the model's turn to an environment that has answered the previous one."""
-        if not self._pool.is_idle(ticket):
+        if not self.is_idle(ticket):
             raise RuntimeError(f"environment {ticket} is not waiting for a turn")
         fields = {
             "text": response.text,
@@ -103,56 +87,41 @@ class EnvironmentPool:
             "finish_reason": response.finish_reason,
             "in_parts": None if response.in_parts is None else asdict(response.in_parts),
         }
-        self._pool.ask(ticket, {"response": fields}, limit_seconds=self._timeout_seconds)
+        self.ask(ticket, {"response": fields}, limit_seconds=self._timeout_seconds)
 
     def finished(self) -> list[tuple[int, Event]]:
         """Return the events since the last call, in the order of arrival; does not block."""
         events: list[tuple[int, Event]] = []
-        for ticket, answer in self._pool.finished():
+        for ticket, answer in self.events():
             if isinstance(answer, UsageError):  # raised by no environment of ours
                 answer = Failed("raised UsageError", str(answer))
             event = event_of(answer, is_first=ticket in self._starting)
             self._starting.discard(ticket)
             if isinstance(event, Failed):
                 self._note(event)
-                self._pool.kill([ticket])
+                self.kill([ticket])
             elif isinstance(event, Stepped) and event.done:
-                self._pool.end([ticket])
+                self.end([ticket])
             events.append((ticket, event))
         return events
 
-    def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Block until `finished` has an event; False after a timeout, or if no event is due."""
-        return self._pool.wait(timeout_seconds)
-
     def end(self, tickets: Iterable[int]) -> None:
-        """End these tickets. An environment between two turns may close itself; any other is
-        killed. None of their events is returned later; unknown tickets are ignored."""
+        """End these tickets; an environment between two turns may close itself."""
         tickets = set(tickets)
         self._starting -= tickets
-        self._pool.end(tickets)
+        super().end(tickets)
 
     def check(self) -> None:
         """Raise UsageError if a process like those of samples cannot find the classes; this process
         does not import them."""
         check_program(self._program, f"{FLAG} {self._title}")
 
-    def close(self) -> None:
-        """End all processes of this pool, in any state. A second call does nothing."""
-        self._pool.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _open(self, prompt: Prompt, seed: int, **more: Any) -> int:
         fields = {"text": prompt.text, "answer": prompt.answer, "row": prompt.row, "seed": seed}
         fields["has_tool_format"] = self._spec.has_tool_format
         request = {"prompt": fields, "environment": self._spec.name_for(prompt.source), **more}
-        ticket = self._pool.open()
-        self._pool.ask(ticket, request, limit_seconds=self._timeout_seconds)
+        ticket = self.open()
+        self.ask(ticket, request, limit_seconds=self._timeout_seconds)
         self._starting.add(ticket)
         return ticket
 

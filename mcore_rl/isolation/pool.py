@@ -1,11 +1,11 @@
 """The trainer's side of users' code: requests to many processes at once.
 
     open() ──► zygote forks ──► ask ──► ask ──► end      one ticket, one process
-                                 └─ Answer ─ Answer ─►   finished()
+                                 └─ Answer ─ Answer ─►   events()
 
 User code that hangs, floods its output or kills its process fails its requests, never the run. An
 environment is a ticket that gets one request per turn of its sample; a reward's worker is a ticket
-that gets the requests of many samples.
+that gets the requests of many samples; a tokenizer is the only ticket of its pool.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ class Starts:
 class ProcessPool:
     """Sessions by ticket: 0, 1, 2, ... Used by one thread; `with` closes it.
 
-    Not collective. Nothing starts before the first `open`. Only `wait` blocks; work advances when
-    `finished` or `wait` is called, so call `finished` often. Every `ask` is followed by one event:
-    an `Answer`, or a failure, which ends the ticket and its other requests. A process that ends
-    between requests is reported at the next `ask`, and by `gone`. A process answers its requests in
-    order; the time of each begins when the previous one is answered.
+    Not collective. Nothing starts before the first `open`. Only `wait` and `call` block; work
+    advances when `events` or `wait` is called, so call `events` often. Every `ask` is followed by
+    one event: an `Answer`, or a failure, which ends the ticket and its other requests. A process
+    that ends between requests is reported at the next `ask`, and by `end_gone`. A process answers
+    its requests in order; the time of each begins when the previous one is answered.
 
-    At most `max_open` processes exist at once; other sessions wait. `finished` and `wait` raise
+    At most `max_open` processes exist at once; other sessions wait. `events` and `wait` raise
     UsageError if the zygote cannot import what it needs, and StartsFailed if zygotes repeatedly
     end; open sessions are lost then.
     """
@@ -119,7 +119,7 @@ class ProcessPool:
         return None if self._zygote is None else self._zygote.pid
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `finished` has something to do."""
+        """Return a descriptor that is readable when `events` has something to do."""
         return self._selector.fileno()
 
     def open(self) -> int:
@@ -153,19 +153,14 @@ class ProcessPool:
         session = self._sessions.get(ticket)
         return session is not None and not session.is_closing and not session.is_busy
 
-    def gone(self, ticket: int) -> Failed | None:
-        """Return how the process of a ticket has ended between two requests, or None."""
-        session = self._sessions.get(ticket)
-        return None if session is None else session.gone
-
-    def finished(self) -> list[tuple[int, Event]]:
+    def events(self) -> list[tuple[int, Event]]:
         """Return the events since the last call, in the order of arrival; does not block."""
         self._look(0.0)
         events, self._found = self._found, []
         return events
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
-        """Block until `finished` has an event; False after a timeout, or if no event is due."""
+        """Block until `events` has an event; False after a timeout, or if no event is due."""
         until = math.inf if timeout_seconds is None else time.monotonic() + timeout_seconds
         self._look(0.0)
         while not self._found:
@@ -174,6 +169,23 @@ class ProcessPool:
                 return False
             self._look(max(0.0, min(left_seconds, _LOOK_SECONDS)))
         return True
+
+    def call(self, request: Any, *, limit_seconds: float) -> Event:
+        """Ask an idle process, or a new one, and block until its event. For a pool that has no
+        other requests; the limits and errors are those of `ask` and `events`."""
+        self.events()  # notices processes that have ended
+        self.end_gone()
+        ticket = next(filter(self.is_idle, self._sessions), None)
+        if ticket is None:
+            ticket = self.open()
+        try:
+            self.ask(ticket, request, limit_seconds=limit_seconds)
+            self.wait()
+            ((_, event),) = self.events()
+        except BaseException:  # KeyboardInterrupt: the next call would get this one's answer
+            self.kill([ticket])
+            raise
+        return event
 
     def end(self, tickets: Iterable[int]) -> None:
         """End these tickets. A process between two requests may close itself; any other is killed.
@@ -184,6 +196,13 @@ class ProcessPool:
                 continue
             self._unwatch(session)
             session.end()
+
+    def end_gone(self) -> list[int]:
+        """End the tickets whose processes have ended between two requests, and return them. Call it
+        after `events`."""
+        tickets = [each.ticket for each in self._sessions.values() if each.gone is not None]
+        self.end(tickets)
+        return tickets
 
     def kill(self, tickets: Iterable[int]) -> None:
         """End these tickets as `end` does, by killing their processes."""
@@ -390,10 +409,8 @@ def check_program(program: Program, flag: str) -> None:
     A service answers the request None once it has imported everything.
     """
     with ProcessPool(program, 1, max_starts=1) as pool:
-        pool.ask(pool.open(), None, limit_seconds=START_SECONDS)
         try:
-            pool.wait()
-            ((_, event),) = pool.finished()
+            event = pool.call(None, limit_seconds=START_SECONDS)
         except StartsFailed as error:
             event = Failed(error.why)
     if isinstance(event, UsageError):

@@ -111,7 +111,7 @@ class RewardPool:
         Raises UsageError if the workers cannot resolve a reward function, and RuntimeError if
         workers repeatedly die or stall without scoring anything; call `reset` then.
         """
-        for ticket, event in self._pool.finished():
+        for ticket, event in self._pool.events():
             if ticket in self._workers:  # else an earlier event has lost it
                 self._take(self._workers[ticket], event)
         self._send()
@@ -189,10 +189,8 @@ class RewardPool:
     # To the workers -------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        for worker in list(self._workers.values()):
-            if not worker.batches and self._pool.gone(worker.ticket) is not None:
-                self._pool.end([worker.ticket])
-                del self._workers[worker.ticket]
+        for ticket in self._pool.end_gone():
+            del self._workers[ticket]
         while self._batches.num_waiting and len(self._workers) < self._num_workers:
             self._start_worker()
         while True:

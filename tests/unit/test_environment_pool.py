@@ -266,7 +266,7 @@ def only_pool(world: str) -> Iterator[EnvironmentPool]:
 def pool(only_pool: EnvironmentPool) -> Iterator[EnvironmentPool]:
     """With nothing open before and after."""
     yield only_pool
-    only_pool.end(list(only_pool._pool._sessions))
+    only_pool.end(list(only_pool._sessions))
 
 
 @pytest.fixture
@@ -334,7 +334,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def zygote_of(pool: EnvironmentPool) -> psutil.Process:
-    return psutil.Process(pool._pool.zygote_pid)
+    return psutil.Process(pool.zygote_pid)
 
 
 def descendants(process: psutil.Process) -> list[psutil.Process]:

@@ -230,8 +230,8 @@ def _tokenised(
                 requests, limit=limit, special=not source.use_chat_template, skips=skips
             )
     except (RowRejected, ProcessEnded) as error:
-        if error.row is None and len(good) > 1 and isinstance(error, ProcessEnded):
-            # It failed on the batch as a unit: retry row by row to find the one at fault.
+        if isinstance(error, ProcessEnded) and len(good) > 1:
+            # Retry row by row to find the one at fault.
             return [pair for row in rows for pair in _tokenised([row], process, source)]
         raise _refusal(error, good, process, source) from error
     made = iter(results)
@@ -296,15 +296,16 @@ def _refusal(
     process: TokenizerProcess,
     source: PromptSource,
 ) -> UsageError:
-    if error.row is None and len(rows) == 1:
+    row = error.row if isinstance(error, RowRejected) else None
+    if row is not None:
+        place = rows[row].place
+    elif len(rows) == 1:
         place = rows[0].place
-    elif error.row is None:
-        place = f"{rows[0].place} to {rows[-1].place}"
     else:
-        place = rows[error.row].place
+        place = f"{rows[0].place} to {rows[-1].place}"
     if isinstance(error, ProcessEnded):
-        what = "chat template" if error.row is not None else "tokenizer"
-        problem, remedy = f"the {what} of {process.folder} cannot be run ({error.why})", ""
+        what = "chat template or tokenizer" if source.use_chat_template else "tokenizer"
+        problem, remedy = f"the {what} of {process.folder} cannot be run ({error})", ""
     else:
         problem, remedy = error.problem, error.remedy
     return UsageError(

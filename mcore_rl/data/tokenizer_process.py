@@ -4,22 +4,15 @@
             ◄── answer ── token ids, a text, or an error
             ◄── (ends) ── it ran out of time or memory, or aborted: one sentence, not a hang
 
-The first request starts the process. It serves all later requests and ends with this process. If it
-ends earlier, the next request starts another.
+It is the one process of a `ProcessPool`. The first request starts it. It serves all later requests
+and ends with this process. If it ends earlier, the next request starts another.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import json
-import mmap
-import multiprocessing
 import os
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,13 +20,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.exits import describe_exit
 from mcore_rl.data.messages import Message, RejectedRow
-from mcore_rl.data.tokenizer_worker import MEMORY_BYTES, PLACE
+from mcore_rl.data.tokenizer_worker import OPEN_SECONDS, ROW_WALL_SECONDS, encoding_seconds
+from mcore_rl.isolation.pool import ProcessPool, StartsFailed
+from mcore_rl.isolation.wire import MAX_REQUEST_BYTES, Failed
+from mcore_rl.isolation.zygote import Program
 from mcore_rl.model.families import FAMILIES
 
-_END_SECONDS = 5.0
-_RUN = "from mcore_rl.data.tokenizer_worker import main; main()"
+_MEMORY_GIB = 4.0
+# Where transformers finds what it has cached, and how many threads a tokenizer has.
+_VARIABLES = (
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_MODULES_CACHE", "TRANSFORMERS_OFFLINE"),
+    *("XDG_CACHE_HOME", "RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +71,7 @@ class ChatTemplate:
 
 
 class ProcessEnded(RuntimeError):
-    """End of the process before it answered; `row` is its current row, None if unknown."""
-
-    def __init__(self, why: str, row: int | None) -> None:
-        super().__init__(why)
-        self.why, self.row = why, row
+    """The process ended before it answered."""
 
 
 class RowRejected(RejectedRow):
@@ -207,86 +202,56 @@ class TokenizerProcess:
 
     def _ask(self, operation: str, **fields: Any) -> Any:
         request = {"operation": operation, "settings": self._settings, **fields}
+        size = len(json.dumps(fields))
+        if size > MAX_REQUEST_BYTES:
+            raise ProcessEnded(f"it gets at most {MAX_REQUEST_BYTES >> 30} GiB at once")
+        # The process ends a step that takes too long; this is for one whose timer is off.
+        num_rows = max(1, len(fields.get("rows", ())))
+        limit_seconds = OPEN_SECONDS + num_rows * ROW_WALL_SECONDS + encoding_seconds(size)
         with _lock:
-            answer = _worker(self._trusts).ask(json.dumps(request).encode())
-        if "refused" in answer:
-            found, flag, remedy = answer["refused"]
-            raise UsageError(found, flag=flag, remedy=remedy)
-        if "rejected" in answer:
-            row, problem, remedy = answer["rejected"]
-            raise RowRejected(problem, remedy, None if row < 0 else row)
-        return answer["value"]
-
-
-class _Worker:
-    """Started process; it ends itself when the connection closes."""
-
-    def __init__(self, trusts_code: bool) -> None:
-        self._connection, theirs = multiprocessing.Pipe()
-        paths = (path or os.getcwd() for path in sys.path)
-        with theirs, tempfile.TemporaryFile() as place:
-            place.truncate(PLACE.size)
-            self._place = mmap.mmap(place.fileno(), PLACE.size)
-            handed = (theirs.fileno(), place.fileno())
-            self.process = subprocess.Popen(
-                # -P: it may import exactly what this process may.
-                [sys.executable, "-P", "-c", _RUN, str(int(trusts_code)), *map(str, handed)],
-                env=os.environ
-                | {
-                    "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
-                    "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
-                },
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # a Rust panic also shows in the exit code
-                pass_fds=handed,
-            )
-
-    def ask(self, message: bytes) -> dict[str, Any]:
-        """Return the answer to a request; raise ProcessEnded if the process ends first."""
-        try:
-            self._connection.send_bytes(message)
-            answer: dict[str, Any] = json.loads(self._connection.recv_bytes())
-        except (EOFError, OSError) as error:
-            row = int(PLACE.unpack_from(self._place)[0])
-            why = _why(self.process.wait())
-            self.close()
-            raise ProcessEnded(why, None if row < 0 else row) from error
-        except BaseException:  # KeyboardInterrupt: the next request would get this one's answer
-            self.close()
-            raise
-        return answer
-
-    def close(self) -> None:
-        """End the process."""
-        self._connection.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(_END_SECONDS)
-        self.process.kill()
-        self.process.wait()
+            try:
+                event = _pool(self._trusts).call(request, limit_seconds=limit_seconds)
+            except StartsFailed as error:
+                raise ProcessEnded(str(error)) from error
+        if isinstance(event, UsageError):
+            raise event
+        if isinstance(event, Failed):
+            raise ProcessEnded(_why(event))
+        if "rejected" in event.value:
+            row, problem, remedy = event.value["rejected"]
+            raise RowRejected(problem, remedy, row)
+        return event.value["value"]
 
 
 _lock = threading.Lock()
 # Keys: process that started it (a fork must not use its parent's), and whether it runs code.
-_workers: dict[tuple[int, bool], _Worker] = {}
+_pools: dict[tuple[int, bool], ProcessPool] = {}
 
 
-def _worker(trusts_code: bool) -> _Worker:
+def _pool(trusts_code: bool) -> ProcessPool:
     key = (os.getpid(), trusts_code)
-    if key not in _workers or _workers[key].process.poll() is not None:
-        _workers[key] = _Worker(trusts_code)
-    return _workers[key]
+    if key not in _pools:
+        program = Program(
+            "the tokenizer",
+            "mcore_rl.data.tokenizer_worker",
+            {"trusts_code": trusts_code},
+            memory_gib=_MEMORY_GIB,
+            max_answer_bytes=MAX_REQUEST_BYTES,
+            environment_names=tuple(os.environ) if trusts_code else _VARIABLES,
+            is_silent=True,  # a Rust panic also shows in the exit code
+        )
+        _pools[key] = ProcessPool(program, 1)
+    return _pools[key]
 
 
 @atexit.register
 def close_all() -> None:
     """End the processes that this process started; a later request starts another."""
-    for key in [key for key in _workers if key[0] == os.getpid()]:
-        _workers.pop(key).close()
+    for key in [key for key in _pools if key[0] == os.getpid()]:
+        _pools.pop(key).close()
 
 
-def _why(code: int) -> str:
-    if code == -signal.SIGALRM:
+def _why(failed: Failed) -> str:
+    if failed.kind == "timed out":
         return "it took too long and was ended"
-    may_have = f"; it may have at most {MEMORY_BYTES >> 30} GiB" if code < 0 else ""
-    return f"its process ended: {describe_exit(code)}{may_have}"
+    return f"it {failed.failure}; it may have at most {_MEMORY_GIB:g} GiB"

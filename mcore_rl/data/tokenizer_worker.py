@@ -1,72 +1,91 @@
-"""Main program of a tokenizer's process: it answers JSON requests from a connection.
+"""The program of a tokenizer's process: it loads, renders and tokenises.
 
 A tokenizer and its chat template come with a downloaded folder. They may loop, allocate any amount
-of memory, or abort their process. They therefore run in this process, with limits on memory and on
-the time of each step. torch is not imported unless the folder's own code may need it: it would take
-most of the start-up time.
+of memory, or abort their process. They therefore run in a process of a `ProcessPool`, with limits
+on memory and on the time of each step. torch is not imported unless the folder's own code may need
+it: it would take most of the start-up time.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
-import resource
+import os
 import signal
-import struct
 import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-MEMORY_BYTES = 4 << 30
+from mcore_rl.common.errors import UsageError
+from mcore_rl.data.assistant_turns import demonstrated
+from mcore_rl.data.chat import ChatTokenizer
+from mcore_rl.data.messages import RejectedRow
+from mcore_rl.data.tokenizer import (
+    TooLong,
+    load_tokenizer,
+    register_model_type,
+    response_ends,
+    vocabulary_size,
+)
+from mcore_rl.isolation.process import Service
+
 OPEN_SECONDS = 180.0
 ROW_SECONDS = 10.0  # CPU time, after which the row is rejected
 ROW_WALL_SECONDS = 40.0  # wall time, for code that does not return to Python; then the process ends
 _ENCODE_SECONDS = 60.0
 _CHARACTERS_PER_SECOND = 10_000  # for the slowest tokenizer on a busy machine
-PLACE = struct.Struct(">q")  # index of the row being rendered, -1 for none
 _REASON_CHARACTERS = 200
 
 Request = Mapping[str, Any]
+
+
+def encoding_seconds(num_characters: int) -> float:
+    """Return the time that a tokenizer has for texts."""
+    return _ENCODE_SECONDS + num_characters / _CHARACTERS_PER_SECOND
+
+
+def load(settings: dict[str, Any]) -> Callable[[], Service]:
+    """Return what creates the service; see `run_zygote`."""
+    if not settings["trusts_code"]:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then finds no torch
+    os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
+    return _TokenizerService
 
 
 class _Slow(RuntimeError):
     """Timeout of a step in code that Python can interrupt."""
 
 
-class _Worker:
-    def __init__(self, connection: Connection, place: mmap.mmap) -> None:
-        self._connection, self._place = connection, place
+class _TokenizerService:
+    """The tokenizers of the settings in its requests."""
 
-    def serve(self) -> None:
-        """Serve requests until the other end closes the connection."""
-        while True:
-            try:
-                request = json.loads(self._connection.recv_bytes())
-            except (EOFError, OSError):
-                return
-            answer = self._answer(request)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            self._connection.send_bytes(json.dumps(answer).encode())
+    def __init__(self) -> None:
+        self._row: int | None = None  # that is being rendered
+        signal.signal(signal.SIGVTALRM, _interrupt)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the trainer may ignore it
 
-    def _answer(self, request: Request) -> dict[str, Any]:
-        from mcore_rl.common.errors import UsageError
-        from mcore_rl.data.messages import RejectedRow
-
-        self._at(-1)
+    def answer(self, request: Request) -> dict[str, Any]:
+        """Return the value of an operation, or why its input is rejected. SIGALRM ends the process
+        when a step takes too long, in Python, C and Rust alike."""
+        self._row = None
         signal.setitimer(signal.ITIMER_REAL, OPEN_SECONDS)
         try:
             chat = _chat_tokenizer(json.dumps(request["settings"], sort_keys=True))
             operation: Callable[[Any, Request], Any] = getattr(self, request["operation"])
             return {"value": operation(chat, request)}
-        except UsageError as error:
-            return {"refused": [error.found, error.flag, error.remedy]}
+        except UsageError:
+            raise
         except RejectedRow as error:
-            return {"rejected": [self._row(), error.problem, error.remedy]}
+            return {"rejected": [self._row, error.problem, error.remedy]}
         except Exception as error:  # whatever tokenizers and templates raise
-            return {"rejected": [self._row(), _failure(error), ""]}
+            return {"rejected": [self._row, _failure(error), ""]}
+        finally:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def close(self) -> None:
+        """Do nothing; the process ends."""
 
     # ------------------------------------------------------------------------------- operations
 
@@ -89,8 +108,6 @@ class _Worker:
 
     def tokenise(self, chat: Any, request: Request) -> list[Any]:
         """Return the rows of `TokenizerProcess.tokenise`: ids, lower bound or 0, omitted fields."""
-        from mcore_rl.data.tokenizer import TooLong
-
         texts: list[tuple[str, list[str]] | str] = self._each(
             request, lambda row: self._text_of(chat, row)
         )
@@ -117,9 +134,6 @@ class _Worker:
 
     def demonstrate(self, chat: Any, request: Request) -> list[Any]:
         """Return the rows of `TokenizerProcess.demonstrate`."""
-        from mcore_rl.data.assistant_turns import demonstrated
-        from mcore_rl.data.tokenizer import TooLong
-
         too_long = TooLong(chat.tokenizer, request["limit"])
 
         def of_row(row: Request) -> Any:
@@ -130,8 +144,6 @@ class _Worker:
 
     def _each(self, request: Request, make: Callable[[Request], Any]) -> list[Any]:
         """Return what `make` returns for each row; with `skips` the problem of a rejected one."""
-        from mcore_rl.data.messages import RejectedRow
-
         results = []
         for number, row in enumerate(request["rows"]):
             self._begin_row(number)
@@ -159,12 +171,9 @@ class _Worker:
     def render(self, chat: Any, request: Request) -> str:
         """Return the text of a conversation, see `ChatTokenizer.render`."""
         self._begin_row(0)
-        try:
-            text: str = chat.render(request["messages"], **request["options"])
-            text.encode()
-            return text
-        finally:
-            self._end_rows()
+        text: str = chat.render(request["messages"], **request["options"])
+        text.encode()
+        return text
 
     def encode(self, chat: Any, request: Request) -> list[list[int]]:
         """Return the token ids of texts, see `ChatTokenizer.encode`."""
@@ -175,25 +184,17 @@ class _Worker:
     # ------------------------------------------------------------------------------------ limits
 
     def _begin_row(self, number: int) -> None:
-        self._at(number)
+        self._row = number
         signal.setitimer(signal.ITIMER_REAL, ROW_WALL_SECONDS)
         # Repeated every second, in case the interrupted code catches the first exception.
         signal.setitimer(signal.ITIMER_VIRTUAL, ROW_SECONDS, 1.0)
 
     def _end_rows(self) -> None:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        self._at(-1)
+        self._row = None
 
     def _begin_encoding(self, num_characters: int) -> None:
-        seconds = _ENCODE_SECONDS + num_characters / _CHARACTERS_PER_SECOND
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-
-    def _at(self, number: int) -> None:
-        PLACE.pack_into(self._place, 0, number)
-
-    def _row(self) -> int:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        return int(PLACE.unpack_from(self._place)[0])
+        signal.setitimer(signal.ITIMER_REAL, encoding_seconds(num_characters))
 
 
 def _failure(error: Exception) -> str:
@@ -205,15 +206,6 @@ def _failure(error: Exception) -> str:
 @lru_cache(maxsize=4)
 def _chat_tokenizer(settings_json: str) -> Any:
     """Load the tokenizer of a request's settings."""
-    from mcore_rl.common.errors import UsageError
-    from mcore_rl.data.chat import ChatTokenizer
-    from mcore_rl.data.tokenizer import (
-        load_tokenizer,
-        register_model_type,
-        response_ends,
-        vocabulary_size,
-    )
-
     settings = json.loads(settings_json)
     for model_type, class_name in settings["model_types"].items():
         register_model_type(model_type, class_name)
@@ -258,25 +250,3 @@ def _chat_tokenizer(settings_json: str) -> Any:
 
 def _interrupt(number: int, frame: object) -> None:
     raise _Slow(f"it takes longer than {ROW_SECONDS:g} s")
-
-
-def main() -> None:
-    """Serve the connection and record rows in the file; the arguments are their descriptors."""
-    trusts_code, connection, place = map(int, sys.argv[1:])
-    if not trusts_code:
-        sys.modules["torch"] = None  # type: ignore[assignment]  # transformers then finds no torch
-    import transformers.models.auto.tokenization_auto  # noqa: F401  before the limits
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    signal.signal(signal.SIGVTALRM, _interrupt)
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends the process, also in code of C or Rust
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer handles it and closes the connection
-    with Connection(connection) as link, mmap.mmap(place, PLACE.size) as shared:
-        _Worker(link, shared).serve()
-
-
-if __name__ == "__main__":
-    main()

@@ -214,7 +214,7 @@ class ConversationTokens:
             reason = error.problem.partition("(")[2].removesuffix(")") or error.problem
             return Failed(_REFUSED, shortened(reason))
         except ProcessEnded as error:
-            return Failed(_REFUSED, shortened(error.why))
+            return Failed(_REFUSED, shortened(str(error)))
 
     def _checked(self, token_ids: Sequence[int] | Failed) -> np.ndarray | Failed:
         if isinstance(token_ids, Failed):

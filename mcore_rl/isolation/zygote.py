@@ -52,7 +52,7 @@ class Program:
     module: str  # has `load`, see `run_zygote`
     settings: dict[str, Any]  # of the module, as JSON
     memory_gib: float  # of each process; 0: unlimited
-    memory_flag: str  # for messages
+    memory_flag: str = ""  # for messages
     max_answer_bytes: int = 1 << 20
     environment_names: tuple[str, ...] = ()  # variables that processes get besides the usual ones
     runs_code: bool = False  # in a sandbox

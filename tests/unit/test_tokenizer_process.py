@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from tokenizers import normalizers
 from transformers import AutoTokenizer
@@ -14,7 +16,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.data.prompt_cache import tokenizer_process
 from mcore_rl.data.prompt_file import PromptSource
 from mcore_rl.data.prompts import load_prompts
-from mcore_rl.data.tokenizer_process import ChatTemplate
+from mcore_rl.data.tokenizer_process import ChatTemplate, ProcessEnded, close_all
 from mcore_rl.environments.conversation import ConversationTokens
 from mcore_rl.isolation.wire import Failed
 from tests.unit.test_data import save_tokenizer, write_lines
@@ -64,7 +66,7 @@ def test_tokenizer_that_aborts_its_process_fails_with_its_row(tmp_path):
     swell = [normalizers.Replace(a, b * 100_000) for a, b in (("z", "y"), ("y", "x"))]
     tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(swell)
     tokenizer.save_pretrained(folder)
-    with pytest.raises(UsageError, match=f"line 2: the tokenizer of {folder} cannot be run"):
+    with pytest.raises(UsageError, match=f"line 2: .*tokenizer of {folder} cannot be run .* 4 GiB"):
         load_prompts(rows(tmp_path, "hi", "z", "ho"), folder, cache_dir=tmp_path)
 
 
@@ -92,3 +94,26 @@ def test_text_of_an_environment_fails_only_its_sample(tmp_path):
     failed = observed("go")
     assert isinstance(failed, Failed) and "the chat template refuses" in failed.failure
     assert tokenizer.decode(observed("hi")) == "\n<|user|>hi<eos>\n<|assistant|>"
+
+
+def test_process_has_limits_and_no_secret_and_is_replaced_when_it_ends(tmp_path, monkeypatch):
+    folder = save_tokenizer(tmp_path / "model", None)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hidden")
+    close_all()
+    tokens = tokenizer_process(folder, ChatTemplate(), use_template=False, trust_remote_code=False)
+    before = set(psutil.Process().children(recursive=True))
+    ids = tokens.encode(["hi"], special=False)
+    zygote, process = sorted(
+        set(psutil.Process().children(recursive=True)) - before, key=lambda each: each.pid
+    )
+    assert process.parent() == zygote
+    assert process.rlimit(psutil.RLIMIT_DATA) == (4 << 30, 4 << 30)
+    assert not {"AWS_SECRET_ACCESS_KEY"} & (zygote.environ().keys() | process.environ().keys())
+    assert not any("torch" in each.path for each in process.memory_maps())
+    process.suspend()
+    threading.Timer(0.5, process.kill).start()
+    with pytest.raises(ProcessEnded, match="SIGKILL"):
+        tokens.encode(["ho"], special=False)
+    assert tokens.encode(["hi"], special=False) == ids
+    close_all()
+    assert not zygote.is_running()

@@ -19,7 +19,6 @@ from mcore_rl.isolation.variables import process_environment
 from mcore_rl.rewards.options import RewardOptions
 from mcore_rl.rewards.pool import check_rewards
 from mcore_rl.rewards.stack import RewardStack
-from tests.processes import wait_until_all_have_ended
 from tests.reward_server import responses
 from tests.reward_specs import rewards_of
 
@@ -34,7 +33,7 @@ SECRETS = {
 
 # A sample's response selects the attempt; the message of an exception returns what it found.
 SPY = """
-import ctypes, glob, mmap, multiprocessing, os, pickle, re, resource, subprocess, sys, time
+import ctypes, mmap, multiprocessing, os, pickle, re, resource
 
 kept = []
 
@@ -95,11 +94,6 @@ def spy(*, prompt, response, answer):
         ctypes.memset(libc.malloc(ctypes.c_size_t(2 << 30)), 1, 2 << 30)
     if response == "same group":
         return float(os.getpgid(0) == os.getpgid(int(prompt)))
-    if response == "hang with a child":
-        child = subprocess.Popen(["sleep", "600"], close_fds=False)
-        with open({CHILD!r}, "w") as file:
-            file.write(str(child.pid))
-        time.sleep(600)
     if response == "pickle":
         # With the length of a message, into every socket; one of them ends in the trainer.
         text = pickle.dumps(Command())
@@ -122,9 +116,7 @@ def marker(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, marker: Path) -> Path:
     folder = tmp_path_factory.mktemp("spies")
-    text = SPY.replace("{MARKER!r}", repr(str(marker)))
-    text = text.replace("{CHILD!r}", repr(str(folder / "child")))
-    (folder / "a_spy.py").write_text(text)
+    (folder / "a_spy.py").write_text(SPY.replace("{MARKER!r}", repr(str(marker))))
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(folder)
         for name, value in SECRETS.items():
@@ -241,16 +233,6 @@ def test_pickle_written_into_the_socket_fails_its_sample_and_is_not_run(folder, 
 def test_worker_is_not_in_the_trainers_process_group(pool):
     """torchrun sends such a signal, and a run may finish its step before it ends."""
     assert pool.score(attempt("same group"))[0].reward == 0.0
-
-
-@pytest.mark.slow
-def test_children_of_a_worker_end_with_it(folder, tmp_path):
-    with new_pool(timeout_seconds=10) as pool:
-        slow, quick = pool.score(attempt("hang with a child", ""))
-        assert slow.failure is not None and slow.failure.startswith("timed out")
-        assert quick.failure is None
-        child = int((folder / "child").read_text())
-        wait_until_all_have_ended([child])
 
 
 @pytest.mark.slow

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +20,7 @@ from mcore_rl.rewards.batches import Batch
 from mcore_rl.rewards.functions import arithmetic, exact_match, gsm8k, resolve_reward, reward
 from mcore_rl.rewards.pool import RewardPool, check_functions
 from mcore_rl.rewards.stack import RewardStack
-from tests.processes import lives, wait_until_all_have_ended
+from tests.processes import wait_until_all_have_ended
 from tests.reward_server import rollouts
 from tests.reward_specs import rewards_of
 
@@ -447,10 +446,6 @@ if __name__ == "__main__":
     pool = RewardStack(rewards_of(function, reward_workers=2, reward_timeout_seconds=600))
     print(*[int(s.reward) for s in pool.score(rollouts("heavy modules", "pid", "pid"))])
     assert main.__spec__ is spec
-    if "hang" in sys.argv:
-        pids = {int(s.reward) for s in pool.score(rollouts(*["pid"] * 200))}
-        print(*pids, flush=True)
-        pool.score(rollouts("hang", "hang in C"))
 """
 
 
@@ -480,28 +475,6 @@ def test_workers_import_neither_main_nor_torch(trainer_folder, user_module, how)
     assert (trainer_folder / "main_was_run").read_text().split() == ["__main__"]
     # The script ended without closing its pool.
     wait_until_all_have_ended(map(int, run.stdout.split()[1:]))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the kernel does this on Linux only")
-def test_workers_die_when_the_trainer_is_killed(trainer_folder, user_module):
-    trainer = subprocess.Popen(
-        [sys.executable, "trainer_script.py", "hang"],
-        cwd=trainer_folder,
-        env=trainer_environment(user_module),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert trainer.stdout is not None
-        trainer.stdout.readline()
-        pids = [int(pid) for pid in trainer.stdout.readline().split()]
-        time.sleep(0.5)  # both workers hang by now, one of them in C code
-        assert pids and all(lives(pid) for pid in pids)
-    finally:
-        trainer.kill()
-        trainer.wait()
-    wait_until_all_have_ended(pids)
 
 
 ROW = {"data_source": "sums", "reward_model": {"ground_truth": ["a", "b"]}, "hint": None}

@@ -23,6 +23,7 @@ from mcore_rl.flags.megatron_flags import (
     SHARED_RL,
     WITHOUT_EFFECT,
 )
+from mcore_rl.flags.parsed_flags import options_of
 from mcore_rl.flags.parser import GROUP
 
 _BOUNDS = {
@@ -55,12 +56,11 @@ def tables() -> Iterator[tuple[str, str, frozenset[str]]]:
 
 def check_no_megatron_rl_flag(given: Mapping[str, Any], parser: argparse.ArgumentParser) -> None:
     """Refuse flags of Megatron's own RL loop, which look like ours and have no effect here."""
-    for group in parser._action_groups:
-        # Check the group, too: another version of Megatron may have more of them.
-        for action in group._group_actions if group.title == "rl" else ():
-            if action.dest in given and action.dest not in SHARED_RL:
-                found, remedy = OWN_RL_REASON
-                raise UsageError(found, flag=action.option_strings[0], remedy=remedy)
+    # All of the group: another version of Megatron may have more of them.
+    for flag, action in options_of(parser, "rl").items():
+        if action.dest in given and action.dest not in SHARED_RL:
+            found, remedy = OWN_RL_REASON
+            raise UsageError(found, flag=flag, remedy=remedy)
 
 
 def check_refused(values: Mapping[str, Any]) -> None:

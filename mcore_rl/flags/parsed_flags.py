@@ -22,6 +22,17 @@ def _raise(error: UsageError) -> None:
     raise error
 
 
+def options_of(
+    parser: argparse.ArgumentParser, group: str | None = None
+) -> dict[str, argparse.Action]:
+    """Return the actions of a parser by flag, of one group or of all; argparse has no public door
+    to them. An action with several flags is there several times."""
+    if group is None:
+        return parser._option_string_actions
+    of_group = [each._group_actions for each in parser._action_groups if each.title == group]
+    return {flag: action for each in of_group for action in each for flag in action.option_strings}
+
+
 def expand_config(
     tokens: Sequence[str],
     parser: argparse.ArgumentParser,
@@ -121,7 +132,7 @@ def _mapping_in(path: Path, refusal: Callable[..., UsageError]) -> dict[Any, Any
 def _tokens_of(
     key: str, value: Any, parser: argparse.ArgumentParser, refusal: Callable[..., UsageError]
 ) -> tuple[argparse.Action, list[str]]:
-    flags = parser._option_string_actions
+    flags = options_of(parser)
     flag = "--" + key.lstrip("-")
     if flag not in flags:  # some of Megatron's contain "_"
         flag = flag.replace("_", "-")
@@ -213,7 +224,7 @@ def _pattern_of(value: list[Any]) -> str:
 
 def _option_of(parser: argparse.ArgumentParser, dest: str, against: str) -> str | None:
     """Return the switch that undoes `against`, a switch of `dest`, or None."""
-    undone = parser._option_string_actions[against]
+    undone = options_of(parser)[against]
     if isinstance(undone, argparse.BooleanOptionalAction):
         off = against.startswith("--no-")
         return next(o for o in undone.option_strings if o.startswith("--no-") != off)
@@ -347,7 +358,7 @@ def add_negations(parser: argparse.ArgumentParser, group: argparse._ArgumentGrou
         flag = action.option_strings[0]
         negation, const = _inverse(flag), not action.const
         is_undone = any(value != action.const for value in values[action.dest])
-        if negation in parser._option_string_actions or is_undone:
+        if negation in options_of(parser) or is_undone:
             continue
         group.add_argument(negation, action=Negation, dest=action.dest, const=const, undone=flag)
         values[action.dest].append(const)
@@ -358,7 +369,7 @@ def _inverse(flag: str) -> str:
 
 
 def _suggestion(flag: str, parser: argparse.ArgumentParser) -> str:
-    near = nearest_name(flag, parser._option_string_actions)
+    near = nearest_name(flag, options_of(parser))
     return f"did you mean '{near}'?" if near else "see --help for the known flags"
 
 
@@ -401,7 +412,7 @@ def parse_known(
         raise UsageError(message, remedy="see --help")
 
     for flag, is_given, value in (token.partition("=") for token in tokens):
-        if is_given and value == "--" and flag in parser._option_string_actions:
+        if is_given and value == "--" and flag in options_of(parser):
             raise UsageError("is --, which argparse drops", flag=flag, remedy="give another text")
     # argparse then raises an error that names the flag whose value does not fit.
     parser.exit_on_error = False

@@ -9,7 +9,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import ExtraArgs
 from mcore_rl.config import flags, run_flags
 from mcore_rl.flags.megatron_flags import SHARED_RL
-from mcore_rl.flags.parsed_flags import add_negations
+from mcore_rl.flags.parsed_flags import add_negations, options_of
 
 HELP_RL = "--help-rl"
 GROUP = "mcore_rl"  # title of our flags' group in a parser
@@ -21,7 +21,7 @@ def add_rl_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     Raises UsageError if the parser already defines one of our flags, except for switches of
     Megatron's own RL with the same meaning.
     """
-    taken = parser._option_string_actions
+    taken = options_of(parser)
     group = parser.add_argument_group(title=GROUP)
     own = run_flags()
     for name, parameter in flags().items():

@@ -14,7 +14,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.parameters import Parameter, check_combinations, flag_of
 from mcore_rl.config import RLConfig, flags, run_flags
 from mcore_rl.flags.megatron_flags import SHARED_RL
-from mcore_rl.flags.parsed_flags import expand_config, given_values
+from mcore_rl.flags.parsed_flags import expand_config, given_values, options_of
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job import reading
 from mcore_rl.megatron.adapter import make_parser
@@ -45,11 +45,6 @@ def parser() -> argparse.ArgumentParser:
     return make_parser(add_rl_args)
 
 
-def group_of(of_whom: argparse.ArgumentParser, title: str) -> list[argparse.Action]:
-    (group,) = [group for group in of_whom._action_groups if group.title == title]
-    return group._group_actions
-
-
 def another_value(parameter: Parameter) -> tuple[list[str], Any]:
     """Tokens that set a flag to something else than its default, and what they set it to."""
     flag, choices = parameter.flag, parameter.choices
@@ -68,13 +63,14 @@ def another_value(parameter: Parameter) -> tuple[list[str], Any]:
 
 
 def test_every_field_has_a_flag_in_the_parser_of_megatron() -> None:
-    flags = [action.option_strings[0] for action in group_of(parser(), "mcore_rl")]
+    actions = list(dict.fromkeys(options_of(parser(), "mcore_rl").values()))
+    flags = [action.option_strings[0] for action in actions]
     theirs = {
         f"--{dest.replace('_', '-')}" for dest in SHARED_RL
     }  # Megatron's, which mean the same
     ours = [parameter.flag for parameter in FLAGS if parameter.flag not in theirs]
     assert flags == [*ours, "--rl-config"] and len(ours) == len(FLAGS) - len(theirs)
-    assert all(action.help for action in group_of(parser(), "mcore_rl"))
+    assert all(action.help for action in actions)
 
 
 def test_flags_left_out_give_the_defaults() -> None:
@@ -113,12 +109,12 @@ def test_config_from_args_raises_without_a_flag() -> None:
 
 def test_flags_and_dests_differ_from_those_of_megatron() -> None:
     flags = {parameter.flag for parameter in FLAGS} | {"--rl-config"}
-    assert len(group_of(megatron(), "rl")) >= 39, "Megatron's own RL flags have moved"
+    assert len(options_of(megatron(), "rl")) >= 39, "Megatron's own RL flags have moved"
     shared = {f"--{dest.replace('_', '-')}" for dest in SHARED_RL}
-    assert flags & megatron()._option_string_actions.keys() == shared
+    assert flags & options_of(megatron()).keys() == shared
     assert not flags & set(TAKEN)
     dests = {f"rl_{parameter.name}" for parameter in FLAGS} | {"rl_config"}
-    assert dests & {action.dest for action in megatron()._actions} == SHARED_RL
+    assert dests & {action.dest for action in options_of(megatron()).values()} == SHARED_RL
 
 
 def test_parser_that_already_has_our_flag_is_refused() -> None:
@@ -180,10 +176,8 @@ def test_every_flag_of_megatron_is_a_key(tmp_path: Path) -> None:
     """With dashes and with underscores."""
     for spell in (str, lambda flag: flag[2:].replace("-", "_")):
         keys = {}
-        for action in parser()._actions:
-            if action.dest in ("help", "rl_config"):
-                continue
-            for option in action.option_strings:
+        for option, action in options_of(parser()).items():
+            if action.dest not in ("help", "rl_config"):
                 keys[spell(option)] = True if action.nargs == 0 else "value"
         # A file for each name of a flag that has several: within a file the last one counts.
         for chunk in (dict([item]) for item in keys.items()):
@@ -192,7 +186,7 @@ def test_every_flag_of_megatron_is_a_key(tmp_path: Path) -> None:
             tokens = expand_config(["--rl-config", str(tmp_path / "keys.yaml")], parser())
             flag = tokens[0]
             assert flag.lstrip("-").replace("_", "-") == key.lstrip("-").replace("_", "-")
-            assert flag in parser()._option_string_actions
+            assert flag in options_of(parser())
             assert tokens[1:] == ([] if value is True else ["value"])
 
 

@@ -27,7 +27,7 @@ from mcore_rl.flags.derived import (
 )
 from mcore_rl.flags.inert_flags import _HYBRID_SPECS
 from mcore_rl.flags.megatron_flags import ARCHITECTURE, WITHOUT_EFFECT_DESTS
-from mcore_rl.flags.parsed_flags import expand_config, given_values
+from mcore_rl.flags.parsed_flags import expand_config, given_values, options_of
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job.reading import make_parser
 from mcore_rl.job.validation import check_megatron_accepts
@@ -90,7 +90,7 @@ def defaults_of(derived: DerivedFlags) -> dict[str, Any]:
 
 def test_architecture_flags_are_flags_of_megatron() -> None:
     """A misspelt name would never contradict anything."""
-    known = {action.dest for action in parser()._actions}
+    known = {action.dest for action in options_of(parser()).values()}
     assert known >= ARCHITECTURE | _NEEDS_CUDA.keys()
 
 
@@ -418,7 +418,7 @@ def test_derived_switch_set_to_false_is_off_or_refused(
 ) -> None:
     tokens = "--tensor-model-parallel-size 2 --save folder"
     derived = derive(text, tokens, platform=platform)
-    options = parser()._option_string_actions
+    options = options_of(parser())
     switches = [token for token in derived.tokens if token in options]
     switches = [
         flag

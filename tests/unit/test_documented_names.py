@@ -20,6 +20,7 @@ import torch.distributed.run as torchrun
 import yaml
 
 from mcore_rl.cli import _COMMANDS
+from mcore_rl.flags.parsed_flags import options_of
 from mcore_rl.flags.parser import HELP_RL, add_rl_args
 from mcore_rl.megatron import adapter as megatron_adapter
 
@@ -157,15 +158,15 @@ def declared_in(files: list[Path]) -> set[str]:
 @pytest.fixture(scope="module")
 def known_flags() -> set[str]:
     parser = megatron_adapter.make_parser(add_rl_args)
-    known = {*parser._option_string_actions, HELP_RL}
-    for name, action in parser._option_string_actions.items():
+    known = {*options_of(parser), HELP_RL}
+    for name, action in options_of(parser).items():
         if action.nargs == 0:  # a switch, which has a form that undoes it
             known.add(f"--{name[5:]}" if name.startswith("--no-") else f"--no-{name[2:]}")
-    known |= set(torchrun.get_args_parser()._option_string_actions)
+    known |= options_of(torchrun.get_args_parser()).keys()
     for name in _COMMANDS:
         command = argparse.ArgumentParser()
         importlib.import_module(f"mcore_rl.tools.{name}.command").add_flags(command)
-        known |= set(command._option_string_actions)
+        known |= options_of(command).keys()
     known |= declared_in([*SCRIPTS, *SOURCES])
     for script in (ROOT / "scripts").glob("*.sh"):
         known |= set(re.findall(r"(--[a-z][a-z0-9-]+)\)", script.read_text(encoding="utf-8")))

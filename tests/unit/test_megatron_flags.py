@@ -17,7 +17,7 @@ from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.config import RLConfig
 from mcore_rl.flags import classes as flag_classes
 from mcore_rl.flags import megatron_flags
-from mcore_rl.flags.parsed_flags import expand_config, given_values
+from mcore_rl.flags.parsed_flags import expand_config, given_values, options_of
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.job import preflight
 from mcore_rl.job.facts import Facts, Refusals, Source
@@ -46,12 +46,9 @@ def notes(text: str, parser: argparse.ArgumentParser) -> tuple[str, ...]:
 
 
 def test_every_flag_is_in_exactly_one_table(parser: argparse.ArgumentParser) -> None:
-    known = {
-        action.dest
-        for group in parser._action_groups
-        for action in group._group_actions
-        if group.title != "mcore_rl" and action.dest != "help"
-    }
+    ours = options_of(parser, "mcore_rl").keys()
+    known = {action.dest for flag, action in options_of(parser).items() if flag not in ours}
+    known.remove("help")
     times = Counter(dest for _, _, dests in flag_classes.tables() for dest in dests)
     assert known - times.keys() == set(), "in no table of megatron_flags"
     assert times.keys() - known == set(), "unknown to Megatron"
@@ -77,7 +74,7 @@ def test_false_switch_in_file_equals_inverse_switch(tmp_path: Path) -> None:
             and bool(value) != bool(parser.get_default(dest))
         }
 
-    options = parser._option_string_actions
+    options = options_of(parser)
     for option, action in options.items():
         inverse = "--no-" + option[2:]
         if option.startswith("--") and action.nargs == 0 and inverse in options:
@@ -103,7 +100,7 @@ def test_refused_flags_have_names_of_messages(
         *megatron_flags.REFUSED_VALUES,
     ]
     for dest in named:
-        action = parser._option_string_actions[f"--{dest.replace('_', '-')}"]
+        action = options_of(parser)[f"--{dest.replace('_', '-')}"]
         assert action.dest == dest
         # Else a run that does not give it would be refused.
         if dest in megatron_flags.REFUSED_VALUES:
@@ -113,10 +110,8 @@ def test_refused_flags_have_names_of_messages(
 
 
 def test_flags_of_megatron_rl_loop_are_all_refused(parser: argparse.ArgumentParser) -> None:
-    (group,) = [group for group in parser._action_groups if group.title == "rl"]
-    assert {action.dest for action in group._group_actions} == (
-        megatron_flags.OWN_RL | megatron_flags.SHARED_RL
-    )
+    dests = {action.dest for action in options_of(parser, "rl").values()}
+    assert dests == megatron_flags.OWN_RL | megatron_flags.SHARED_RL
 
 
 def test_document_of_flags_is_current() -> None:
@@ -178,7 +173,7 @@ def test_flags_without_effect_change_nothing(
 
     alone = resolved([])
     everything: list[str] = []
-    for action in parser._actions:
+    for action in dict.fromkeys(options_of(parser).values()):
         if action.dest not in megatron_flags.WITHOUT_EFFECT_DESTS or action.nargs == 0:
             continue
         kind = getattr(action.type, "convert", action.type)
@@ -321,7 +316,7 @@ def test_numbers_at_bounds_are_accepted(parser: argparse.ArgumentParser) -> None
 
 def test_ranges_name_existing_flags(parser: argparse.ArgumentParser) -> None:
     for dest in " ".join(megatron_flags.RANGES.values()).split():
-        assert parser._option_string_actions[f"--{dest.replace('_', '-')}"].dest == dest
+        assert options_of(parser)[f"--{dest.replace('_', '-')}"].dest == dest
 
 
 def test_critic_lr_below_min_lr_is_refused() -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.common.near_names import did_you_mean, nearest_name
+from mcore_rl.flags.parsed_flags import options_of
 from mcore_rl.job.reading import make_parser
 
 
 @pytest.fixture(scope="module")
 def flags() -> list[str]:
-    return list(make_parser()._option_string_actions)
+    return list(options_of(make_parser()))
 
 
 @pytest.mark.parametrize(

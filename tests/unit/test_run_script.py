@@ -452,7 +452,9 @@ def test_all_presets_are_tested_and_large_ones_marked_as_not_run():
 
 
 def test_options_of_the_script_are_not_flags_of_megatron(parser):
-    assert not {"--preset", "--nproc", "--dry-run"} & parser._option_string_actions.keys()
+    from mcore_rl.flags.parsed_flags import options_of
+
+    assert not {"--preset", "--nproc", "--dry-run"} & options_of(parser).keys()
 
 
 @pytest.mark.parametrize(

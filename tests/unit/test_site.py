@@ -16,6 +16,7 @@ import pytest
 from mcore_rl import api
 from mcore_rl.algorithms.recipes import RECIPES
 from mcore_rl.algorithms.registry import find_advantage_estimator
+from mcore_rl.flags.parsed_flags import options_of
 from mcore_rl.flags.parser import add_rl_args
 from mcore_rl.megatron import adapter as megatron_adapter
 
@@ -130,7 +131,7 @@ def rows_of_other_projects() -> list[list[str]]:
 def test_flags_in_tables_of_other_projects_exist(parser):
     rows = rows_of_other_projects()
     assert len(rows) > 100 and all(len(row) == 3 for row in rows)
-    known = parser._option_string_actions
+    known = options_of(parser)
     for theirs, ours, remark in rows:
         if ours in ("mcore_rl", "none"):
             continue
@@ -151,7 +152,7 @@ def test_flags_in_tables_of_other_projects_exist(parser):
 
 def test_flags_named_in_pages_exist(parser):
     """Except prefixes of several flags (`--rl-critic-...`)."""
-    ours = {name for name in parser._option_string_actions if name.startswith("--rl-")}
+    ours = {name for name in options_of(parser) if name.startswith("--rl-")}
     ours |= {"--rl-spo-width"}  # of the example's loss
     for page in (ROOT / "README.md", *DOCS.glob("**/*.md")):
         named = re.findall(r"(?<![\w-])--rl-[a-z0-9]+(?:-[a-z0-9]+)*(?![\w*-])", page.read_text())

@@ -77,8 +77,8 @@ def counted() -> Iterator[Traffic]:
 
     send_batch = dist.batch_isend_irecv
     replaced: dict[str, Any] = {
-        "broadcast": through("broadcast", _of_broadcast),
-        "all_gather": through("all_gather", _of_all_gather),
+        "broadcast": through("broadcast", received_of_broadcast),
+        "all_gather": through("all_gather", received_of_all_gather),
         "all_reduce": through("all_reduce", lambda tensor, *args, **kwargs: tensor.nbytes),
         "batch_isend_irecv": batch,
         "all_gather_object": of_objects("all_gather_object"),
@@ -90,13 +90,17 @@ def counted() -> Iterator[Traffic]:
         yield traffic
 
 
-def _of_broadcast(
+def received_of_broadcast(
     tensor: Any, src: int | None = None, group: Any = None, *args: Any, **more
 ) -> int:
+    """Return the bytes that a broadcast brings to this rank."""
     source = more.get("group_src")
     here = dist.get_rank() if source is None else dist.get_rank(group)
     return 0 if here == (src if source is None else source) else tensor.nbytes
 
 
-def _of_all_gather(tensor_list: Any, tensor: Any, group: Any = None, *args: Any, **more) -> int:
+def received_of_all_gather(
+    tensor_list: Any, tensor: Any, group: Any = None, *args: Any, **more
+) -> int:
+    """Return the bytes that an all-gather brings to this rank from others."""
     return sum(each.nbytes for each in tensor_list) - tensor_list[dist.get_rank(group)].nbytes

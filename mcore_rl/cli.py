@@ -20,7 +20,7 @@ from mcore_rl.common.version import VERSION
 
 # Each is a module `mcore_rl.tools.<name>.command` with `add_flags(parser)`, which also describes
 # the command, and `main(options, others)`, which returns the exit code.
-_COMMANDS = {
+COMMANDS = {
     "plan": "memory and traffic of a job",
     "doctor": "an installation and a command line, checked before a GPU is taken",
     "report": "what a run did, or two, as one HTML page",
@@ -54,7 +54,7 @@ def _main(tokens: Sequence[str]) -> int:
         help="of mcore_rl, and of the Megatron, vLLM and torch that it would run with",
     )
     asked, module = next((token for token in tokens if not token.startswith("-")), ""), None
-    for name, what in _COMMANDS.items():
+    for name, what in COMMANDS.items():
         command = commands.add_parser(name, help=what)
         if name == asked:  # import only this one: the planner and the doctor import torch
             module = importlib.import_module(f"mcore_rl.tools.{name}.command")

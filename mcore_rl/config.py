@@ -276,7 +276,7 @@ class RLConfig:
         of_run = {"top_p": self.rollout.top_p, "top_k": self.rollout.top_k}
         of_run |= by_flag(self.critic)
         given = {**self.parts, **{k: v for k, v in of_run.items() if v is not None}}
-        return _recipe(self.trainer.algorithm, tuple(given.items()))
+        return resolved_recipe(self.trainer.algorithm, tuple(given.items()))
 
     @property
     def has_engines(self) -> bool:
@@ -391,7 +391,8 @@ def frozen(value: Any) -> Any:
 
 
 @functools.cache
-def _recipe(name: str, given: tuple[tuple[str, Any], ...]) -> Algorithm:
+def resolved_recipe(name: str, given: tuple[tuple[str, Any], ...]) -> Algorithm:
+    """Return the recipe `name` with the parts that are given."""
     from mcore_rl.algorithms.recipes import resolve_algorithm  # torch, which flags do not need
 
     return resolve_algorithm(name, dict(given))

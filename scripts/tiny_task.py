@@ -226,7 +226,7 @@ def warm_up(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, seed: in
     momenta = [torch.zeros_like(matrix) for matrix in matrices]
     optimizer = torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.01, fused=True)
     with _one_thread():
-        for step in _progress(WARM_UP_STEPS):
+        for step in progress(WARM_UP_STEPS):
             rows = torch.multinomial(weights, WARM_UP_SAMPLES, generator=generator)
             careless = torch.rand(WARM_UP_SAMPLES, generator=generator) < SHARE_CARELESS
             shown = answers[careless.long(), rows]
@@ -244,7 +244,7 @@ def warm_up(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, seed: in
                 group["lr"] = OTHER_LEARNING_RATE * _schedule(step)
             optimizer.step()
             for matrix, momentum in zip(matrices, momenta, strict=True):
-                _muon_step(matrix, momentum, MATRIX_LEARNING_RATE * _schedule(step))
+                muon_step(matrix, momentum, MATRIX_LEARNING_RATE * _schedule(step))
 
 
 def _matrices_and_others(
@@ -259,7 +259,7 @@ def _matrices_and_others(
     return matrices, others
 
 
-def _muon_step(matrix: torch.nn.Parameter, momentum: torch.Tensor, rate: float) -> None:
+def muon_step(matrix: torch.nn.Parameter, momentum: torch.Tensor, rate: float) -> None:
     """Move `matrix` `[..., m, n]` along its orthogonalized momentum: Muon, by Keller Jordan.
 
     torch.optim.Muon rejects stacks, and computes in bfloat16, which many CPUs cannot multiply.
@@ -306,7 +306,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _progress(num_steps: int) -> Iterator[int]:
+def progress(num_steps: int) -> Iterator[int]:
     """Count to `num_steps`, with a bar on a terminal, else with lines of the remaining time."""
     from tqdm import tqdm
 

@@ -218,7 +218,7 @@ def _file(item: pytest.Item) -> str:
     return item.nodeid.split("::")[0]
 
 
-def _note_landing() -> None:
+def note_landing() -> None:
     landed = json.loads(LANDED.read_text())
     head = (_git("rev-parse", "HEAD") or "").strip()
     if head != landed["commit"]:
@@ -228,7 +228,7 @@ def _note_landing() -> None:
 
 def main() -> None:
     if sys.argv[1:] == ["landed"]:
-        return _note_landing()
+        return note_landing()
     files = [str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")]
     now = selection(sorted(file for file in files if not file.startswith("tests/unit/")))
     for file, why in now.chosen.items():

@@ -124,10 +124,10 @@ _BUILT_IN = (
     "mcore_rl.algorithms.covariance",
     "mcore_rl.algorithms.supervised",
 )
-_ESTIMATORS: dict[str, RegisteredEstimator] = {}
-_POLICY_LOSSES: dict[str, RegisteredPolicyLoss] = {}
-_GROUP_FILTERS: dict[str, RegisteredFilter] = {}
-_SAMPLERS: dict[str, RegisteredSampler] = {}
+ESTIMATORS: dict[str, RegisteredEstimator] = {}
+POLICY_LOSSES: dict[str, RegisteredPolicyLoss] = {}
+GROUP_FILTERS: dict[str, RegisteredFilter] = {}
+SAMPLERS: dict[str, RegisteredSampler] = {}
 
 
 def advantage_estimator(
@@ -146,8 +146,8 @@ def advantage_estimator(
     """
 
     def register(function: Callable[[AdvantageInputs, P], AdvantageOutputs]) -> Any:
-        _check_declaration(name, "advantage estimators", _ESTIMATORS, function, parameters)
-        _ESTIMATORS[name] = RegisteredEstimator(
+        _check_declaration(name, "advantage estimators", ESTIMATORS, function, parameters)
+        ESTIMATORS[name] = RegisteredEstimator(
             name,
             function,
             parameters,
@@ -174,8 +174,8 @@ def policy_loss(
     """
 
     def register(function: Callable[[PolicyLossInputs, P], TokenLosses]) -> Any:
-        _check_declaration(name, "policy losses", _POLICY_LOSSES, function, parameters)
-        _POLICY_LOSSES[name] = RegisteredPolicyLoss(name, function, parameters, select)
+        _check_declaration(name, "policy losses", POLICY_LOSSES, function, parameters)
+        POLICY_LOSSES[name] = RegisteredPolicyLoss(name, function, parameters, select)
         return function
 
     return register
@@ -212,8 +212,8 @@ def group_filter(
         )
 
     def register(function: Callable[[Group, P], Drop | None]) -> Any:
-        _check_declaration(name, "group filters", _GROUP_FILTERS, function, parameters)
-        _GROUP_FILTERS[name] = RegisteredFilter(name, function, tuple(reasons), parameters)
+        _check_declaration(name, "group filters", GROUP_FILTERS, function, parameters)
+        GROUP_FILTERS[name] = RegisteredFilter(name, function, tuple(reasons), parameters)
         return function
 
     return register
@@ -240,8 +240,8 @@ def sampler(
     def register(function: Callable[[SamplerInputs, P], Steps]) -> Any:
         from mcore_rl.algorithms.samplers import RegisteredSampler
 
-        _check_declaration(name, "samplers", _SAMPLERS, function, parameters)
-        _SAMPLERS[name] = RegisteredSampler(name, function, parameters)
+        _check_declaration(name, "samplers", SAMPLERS, function, parameters)
+        SAMPLERS[name] = RegisteredSampler(name, function, parameters)
         return function
 
     return register
@@ -256,7 +256,7 @@ def _check_declaration(
 ) -> None:
     """Raise ValueError for a taken name, TypeError for mistakes that dataclasses do not detect."""
     # Check a user's function against the built-in names even if none has been looked up so far.
-    has_built_in = known is _ESTIMATORS or known is _POLICY_LOSSES
+    has_built_in = known is ESTIMATORS or known is POLICY_LOSSES
     if function.__module__ not in _BUILT_IN and has_built_in:
         _load_built_in()
     if name in known:
@@ -274,27 +274,27 @@ def _check_declaration(
 def find_advantage_estimator(name: str) -> RegisteredEstimator:
     """Return the estimator; raise UsageError, with the nearest name, if it does not exist."""
     _load_built_in()
-    if name not in _ESTIMATORS:
-        raise unknown_name("--rl-advantage", name, "advantage estimator", _ESTIMATORS)
-    return _ESTIMATORS[name]
+    if name not in ESTIMATORS:
+        raise unknown_name("--rl-advantage", name, "advantage estimator", ESTIMATORS)
+    return ESTIMATORS[name]
 
 
 def find_policy_loss(name: str) -> RegisteredPolicyLoss:
     """Return the policy loss; raise UsageError, with the nearest name, if it does not exist."""
     _load_built_in()
-    if name not in _POLICY_LOSSES:
-        raise unknown_name("--rl-policy-loss", name, "policy loss", _POLICY_LOSSES)
-    return _POLICY_LOSSES[name]
+    if name not in POLICY_LOSSES:
+        raise unknown_name("--rl-policy-loss", name, "policy loss", POLICY_LOSSES)
+    return POLICY_LOSSES[name]
 
 
 def find_group_filter(name: str) -> RegisteredFilter:
     """Return the filter; raise UsageError, with the nearest name, if it does not exist."""
-    return _of_user("--rl-group-filter", name, "group filter", _GROUP_FILTERS)
+    return _of_user("--rl-group-filter", name, "group filter", GROUP_FILTERS)
 
 
 def find_sampler(name: str) -> RegisteredSampler:
     """Return the sampler; raise UsageError, with the nearest name, if it does not exist."""
-    return _of_user("--rl-sampler", name, "sampler", _SAMPLERS)
+    return _of_user("--rl-sampler", name, "sampler", SAMPLERS)
 
 
 def _of_user(flag: str, name: str, kind: str, known: Mapping[str, T]) -> T:
@@ -314,10 +314,10 @@ def owners_by_kind() -> dict[str, dict[str, Parameters]]:
     """Return, by flag, the parameters of what is registered so far."""
     _load_built_in()
     return {
-        "--rl-advantage": {name: each.parameters for name, each in _ESTIMATORS.items()},
-        "--rl-policy-loss": {name: each.parameters for name, each in _POLICY_LOSSES.items()},
-        "--rl-group-filter": {name: each.parameters for name, each in _GROUP_FILTERS.items()},
-        "--rl-sampler": {name: each.parameters for name, each in _SAMPLERS.items()},
+        "--rl-advantage": {name: each.parameters for name, each in ESTIMATORS.items()},
+        "--rl-policy-loss": {name: each.parameters for name, each in POLICY_LOSSES.items()},
+        "--rl-group-filter": {name: each.parameters for name, each in GROUP_FILTERS.items()},
+        "--rl-sampler": {name: each.parameters for name, each in SAMPLERS.items()},
     }
 
 

@@ -90,7 +90,7 @@ def find_megatron() -> MegatronSource | None:
     folder = None if spec is None else _folder_of(spec)
     if folder is None:
         return None
-    return MegatronSource(folder, _stated_version(folder / _VERSION_FILE))
+    return MegatronSource(folder, stated_version(folder / _VERSION_FILE))
 
 
 def check_megatron() -> MegatronSource:
@@ -139,7 +139,7 @@ def _missing(folder: Path) -> list[str]:
     return missing
 
 
-def _stated_version(file: Path) -> str:
+def stated_version(file: Path) -> str:
     """Return the version that package_info.py states, without what it appends when it runs.
 
     Releases set MAJOR, MINOR, PATCH and PRE_RELEASE; a fork may set only `__version__`.

@@ -25,7 +25,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.common.near_names import did_you_mean
 
 _MAX_DETAIL_CHARACTERS = 500
-_IMPORTED: dict[Path, str] = {}  # file -> module name
+IMPORTED: dict[Path, str] = {}  # file -> module name
 
 
 def import_user_file(path: str, flag: str = "") -> ModuleType:
@@ -37,8 +37,8 @@ def import_user_file(path: str, flag: str = "") -> ModuleType:
     Raises UsageError if the file is missing, not a .py file, or raises (also if a name is taken).
     """
     file, flag = Path(path).resolve(), flag or f"--rl-import {path}"
-    if file in _IMPORTED:
-        return sys.modules[_IMPORTED[file]]
+    if file in IMPORTED:
+        return sys.modules[IMPORTED[file]]
     refusal = functools.partial(UsageError, flag=flag)
     if file.suffix != ".py":
         raise refusal("is not a .py file", remedy="name the Python file that holds your functions")
@@ -53,7 +53,7 @@ def import_user_file(path: str, flag: str = "") -> ModuleType:
     except (Exception, SystemExit) as error:  # the user sees whatever their file raises
         found = f"cannot be used, because running it raised {type(error).__name__}: {error}"
         raise refusal(found, remedy=f"make `python {path}` work") from error
-    _IMPORTED[file] = module_name
+    IMPORTED[file] = module_name
     return sys.modules[module_name]
 
 

@@ -67,7 +67,7 @@ SCHEMA = pa.schema(
 )
 # Libraries that render, tokenise or read a tokenizer's files; then those that some tokenizers of
 # transformers import (tests/unit/test_prompt_cache.py searches it for others).
-_LIBRARIES = (
+LIBRARIES = (
     "transformers tokenizers jinja2 sentencepiece tiktoken protobuf mistral_common regex "
     "emoji fugashi g2p_en ipadic kytea nltk phonemizer pythainlp rhoknp rjieba sacremoses "
     "sudachipy unidic unidic_lite uroman"
@@ -103,7 +103,7 @@ def tokenised_table(
 ) -> pa.Table:
     """Return the table (`SCHEMA`) of a prompts file: mapped from the cache in `folder`, or new."""
     try:
-        path = folder / f"{_content_key(source, tokenizer_dir)}.arrow"
+        path = folder / f"{content_key(source, tokenizer_dir)}.arrow"
     except PermissionError as error:
         raise UsageError(
             f"cannot be tokenised: {error.filename} cannot be read ({error.strerror})",
@@ -318,7 +318,8 @@ def _refusal(
 # The cache's name ---------------------------------------------------------------------------------
 
 
-def _content_key(source: PromptSource, tokenizer_dir: Path) -> str:
+def content_key(source: PromptSource, tokenizer_dir: Path) -> str:
+    """Return a hash of everything that decides the tokens of a source."""
     runs_code = source.trust_remote_code and brings_code(tokenizer_dir)
     template = source.template
     uses = source.use_chat_template
@@ -358,7 +359,7 @@ def _date_of(source: PromptSource, folder: Path) -> str | None:
 def _versions(*, runs_code: bool) -> list[str]:
     """Return the versions of libraries that affect results; of all, if code may import any."""
     distributions = importlib.metadata.distributions
-    by_library = (distribution for name in _LIBRARIES for distribution in distributions(name=name))
+    by_library = (distribution for name in LIBRARIES for distribution in distributions(name=name))
     installed = distributions() if runs_code else by_library
     versions = {f"{canonicalize_name(each.name)} {each.version}" for each in installed}
     return [*sorted(versions), unicodedata.unidata_version]

@@ -28,7 +28,7 @@ from mcore_rl.common.errors import UsageError
 
 RowsFunction = Callable[[], Iterable[Mapping[str, Any]]]
 
-_SOURCES: dict[str, RowsFunction] = {}
+SOURCES: dict[str, RowsFunction] = {}
 
 
 def prompts(name: str) -> Callable[[RowsFunction], RowsFunction]:
@@ -41,9 +41,9 @@ def prompts(name: str) -> Callable[[RowsFunction], RowsFunction]:
     def register(function: RowsFunction) -> RowsFunction:
         if not name or not name.isidentifier():
             raise ValueError(f"prompts cannot be called {name!r}; give letters, digits and _")
-        if name in _SOURCES:
+        if name in SOURCES:
             raise ValueError(f"two sources of prompts are called {name!r}; rename one")
-        _SOURCES[name] = function
+        SOURCES[name] = function
         return function
 
     return register
@@ -54,10 +54,10 @@ def prompts_path(named: str, cache_dir: str | None, flag: str) -> Path:
 
     Raises UsageError if the source raises, yields no row, or yields one that JSON cannot hold.
     """
-    if named not in _SOURCES:
+    if named not in SOURCES:
         return Path(named)
     try:
-        lines = [json.dumps(dict(row), ensure_ascii=False) for row in _SOURCES[named]()]
+        lines = [json.dumps(dict(row), ensure_ascii=False) for row in SOURCES[named]()]
     except Exception as error:  # the user sees whatever their function raises
         raise UsageError(
             f"cannot be used, because its function raised {type(error).__name__}: {error}",

@@ -41,9 +41,9 @@ Text = str | Sequence[Message] | Sequence[int]  # a text used unchanged, message
 
 FLAG = "--rl-environment"
 
-_BY_NAME: dict[str, type] = {}
+BY_NAME: dict[str, type] = {}
 _REGISTERED_AT: dict[str, tuple[str, int]] = {}  # name -> file and line of its class
-_SHIPPED = {
+SHIPPED = {
     "calculator": "mcore_rl.environments.calculator",
     "python_sandbox": "mcore_rl.environments.python_sandbox",
 }
@@ -134,10 +134,10 @@ class Environment:
             raise ValueError(f"an environment cannot be called {name!r}; give letters, digits, _")
         caller = sys._getframe(1)
         place = (os.path.realpath(caller.f_code.co_filename), caller.f_lineno)
-        shipped = name in _SHIPPED and cls.__module__ != _SHIPPED[name]
-        if shipped or (name in _BY_NAME and _REGISTERED_AT[name] != place):
+        shipped = name in SHIPPED and cls.__module__ != SHIPPED[name]
+        if shipped or (name in BY_NAME and _REGISTERED_AT[name] != place):
             raise ValueError(f"two environments are called {name!r}; rename one")
-        _BY_NAME[name], _REGISTERED_AT[name] = cls, place
+        BY_NAME[name], _REGISTERED_AT[name] = cls, place
 
     def start(self, prompt: EnvironmentPrompt) -> Text | None | Awaitable[Text | None]:
         """Return the model's first input; None keeps the prompt unchanged. May be async."""
@@ -230,11 +230,11 @@ def resolve_environment(
     if ":" in spec:
         environment = find_in_module(spec, f"{FLAG} {spec}")
     else:
-        if spec in _SHIPPED:
-            importlib.import_module(_SHIPPED[spec])
-        environment = _BY_NAME.get(spec)
+        if spec in SHIPPED:
+            importlib.import_module(SHIPPED[spec])
+        environment = BY_NAME.get(spec)
         if environment is None:
-            known = sorted({*_SHIPPED, *_BY_NAME})
+            known = sorted({*SHIPPED, *BY_NAME})
             raise UsageError(
                 f"is not an environment{did_you_mean(spec, known) or meant_own(spec)}",
                 flag=f"{FLAG} {spec}",

@@ -52,7 +52,7 @@ class _Any(Container[object]):
 
 
 # Values that pass Megatron's validation and fail when it starts, or when the model is built.
-_NEEDS_CUDA: Mapping[str, Container[object]] = {
+NEEDS_CUDA: Mapping[str, Container[object]] = {
     "cuda_graph_impl": ("local", "transformer_engine", "full_iteration"),
     "enable_cuda_graph": _Any(),
     "external_cuda_graph": _Any(),
@@ -74,7 +74,7 @@ _NEEDS_TRANSFORMER_ENGINE = frozenset(
     """.split()
 )
 # What a number N says of layer 0, 1, ...; a list of all layers may say the same.
-_FREQUENCIES: Mapping[str, Callable[[int, int], bool]] = {
+FREQUENCIES: Mapping[str, Callable[[int, int], bool]] = {
     "moe_layer_freq": lambda layer, every: layer % every == 0,
     "linear_attention_freq": lambda layer, every: (layer + 1) % every != 0,
     "window_attn_skip_freq": lambda layer, every: (layer + 1) % every != 0,
@@ -243,7 +243,7 @@ def _refuse_what_is_not_here(
 ) -> None:
     """Refuse flags whose kernels or layers are not available on this machine."""
     if not platform.cuda:
-        for dest in [dest for dest in given if given[dest] in _NEEDS_CUDA.get(dest, ())]:
+        for dest in [dest for dest in given if given[dest] in NEEDS_CUDA.get(dest, ())]:
             raise UsageError(
                 "needs CUDA, which this machine lacks",
                 flag=names.shown(dest, given[dest]),
@@ -323,9 +323,9 @@ def _refuse_contradictions(
 
 
 def _equal(dest: str, value: Any, wanted: Any) -> bool:
-    if dest in _FREQUENCIES and isinstance(value, list) != isinstance(wanted, list):
+    if dest in FREQUENCIES and isinstance(value, list) != isinstance(wanted, list):
         short, layers = (wanted, value) if isinstance(value, list) else (value, wanted)
-        is_marked = _FREQUENCIES[dest]
+        is_marked = FREQUENCIES[dest]
         return short > 0 and layers == [is_marked(n, short) for n in range(len(layers))]
     return bool(value == wanted)
 

@@ -26,7 +26,7 @@ _OF_YARN = frozenset(
 )
 _OF_EXPERTS = frozenset(name for name in ARCHITECTURE if name.startswith("moe_"))
 # Megatron's own layers of a model with Mamba-2; the first module is its name until 0.18.
-_HYBRID_SPECS = (
+HYBRID_SPECS = (
     ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"],
     ["megatron.core.models.hybrid.hybrid_layer_specs", "hybrid_stack_spec"],
 )
@@ -42,7 +42,7 @@ def restated(shape: ModelShape, given: Mapping[str, Any]) -> dict[str, Any]:
     for dest in _PATTERNS:
         has_mtp = of_mtp and str(given.get(dest)).endswith(of_mtp)
         wanted[dest] = pattern + of_mtp if has_mtp else pattern
-    if shape.blocks and given.get("spec") in _HYBRID_SPECS:
+    if shape.blocks and given.get("spec") in HYBRID_SPECS:
         wanted["spec"] = given["spec"]
     return {dest: value for dest, value in wanted.items() if dest in given}
 

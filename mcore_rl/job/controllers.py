@@ -23,7 +23,7 @@ from mcore_rl.common.run_output import setup_logging
 from mcore_rl.flags.parsed_flags import import_given_files
 from mcore_rl.spec import JobSpec
 
-_GRACE_SECONDS = 5.0
+GRACE_SECONDS = 5.0
 
 
 def start_controllers(spec: JobSpec, args: argparse.Namespace, rank: int) -> None:
@@ -50,14 +50,14 @@ def start_controllers(spec: JobSpec, args: argparse.Namespace, rank: int) -> Non
         for part in (spec.tokens, sent, facts):
             pickle.dump(part, process.stdin)
         process.stdin.flush()  # it stays open for as long as this process lives
-        threading.Thread(target=_end_with_controller, args=(process, number), daemon=True).start()
+        threading.Thread(target=end_with_controller, args=(process, number), daemon=True).start()
 
 
 def _no_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def _end_with_controller(process: subprocess.Popen[bytes], number: int) -> None:
+def end_with_controller(process: subprocess.Popen[bytes], number: int) -> None:
     """End this rank, and by the launcher the job, soon after a controller that fails: the other
     ranks may be waiting for it to join them."""
     if not (code := process.wait()):
@@ -65,7 +65,7 @@ def _end_with_controller(process: subprocess.Popen[bytes], number: int) -> None:
     what = f"controller {number} of --rl-rollout-servers ended by"
     if code < 0:  # it cannot report itself
         leave_cause(f"{what} {describe_exit(code)}")
-    time.sleep(_GRACE_SECONDS)  # in which a call of it reports why
+    time.sleep(GRACE_SECONDS)  # in which a call of it reports why
     leave_reason(f"{what} {describe_exit(code)}")
     os._exit(EXIT_FAILED)
 
@@ -89,7 +89,7 @@ def main() -> None:
 def _end_with_parent() -> None:
     """Wait for the end of the rank that has started this process, then for this process to end."""
     os.read(sys.stdin.fileno(), 1)  # not by the buffer, whose lock the end of this process needs
-    time.sleep(_GRACE_SECONDS)
+    time.sleep(GRACE_SECONDS)
     os._exit(EXIT_FAILED)
 
 

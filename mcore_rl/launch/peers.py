@@ -33,9 +33,9 @@ from mcore_rl.common.readers import InvalidData, integer_within, parse_json
 
 logger = logging.getLogger(__name__)
 
-_KEY = "mcore_rl/peers"
-_CONNECT_SECONDS = 60.0
-_MESSAGE_SECONDS = 5.0
+STORE_KEY = "mcore_rl/peers"
+CONNECT_SECONDS = 60.0
+MESSAGE_SECONDS = 5.0
 _MAX_NODES = 1 << 20
 _MAX_BYTES = 1 << 16  # of a message, including its newline
 _ADMITTED = ["admitted"]
@@ -90,16 +90,16 @@ class Peers:
                 self._node,
                 f"of {missing} other(s)" if self._node == 0 else "of node 0",
             )
-        threading.Thread(target=self._watch, name="peers", daemon=True).start()
+        threading.Thread(target=self.watch, name="peers", daemon=True).start()
 
     def end(self, exit_code: int, sentence: str) -> None:
         """Send the others how this launcher ends."""
         self._send(NodeExit(self._node, socket.gethostname(), exit_code, sentence))
 
     def _accept(self, store: Store, address: str) -> None:
-        secret, deadline = secrets.token_hex(16), time.monotonic() + _CONNECT_SECONDS
+        secret, deadline = secrets.token_hex(16), time.monotonic() + CONNECT_SECONDS
         with _listening(address) as server:
-            store.set(_KEY, json.dumps([server.getsockname()[1], secret]))
+            store.set(STORE_KEY, json.dumps([server.getsockname()[1], secret]))
             while len(self._peers) < self._num_nodes - 1:
                 server.settimeout(max(0.0, deadline - time.monotonic()))
                 self.admit(server.accept()[0], secret)
@@ -107,7 +107,7 @@ class Peers:
     def admit(self, connection: socket.socket, secret: str) -> None:
         """Keep the connection of a peer that knows the secret; close any other."""
         with contextlib.suppress(OSError):
-            peer = _peer_of(_received(connection, _MESSAGE_SECONDS), secret, self._num_nodes)
+            peer = _peer_of(_received(connection, MESSAGE_SECONDS), secret, self._num_nodes)
             if peer is not None:
                 _send(connection, _ADMITTED)
                 _keep_alive(connection)
@@ -116,14 +116,14 @@ class Peers:
         connection.close()
 
     def _join(self, store: Store, address: str) -> None:
-        port, secret = json.loads(store.get(_KEY))
-        connection = socket.create_connection((address, port), timeout=_CONNECT_SECONDS)
+        port, secret = json.loads(store.get(STORE_KEY))
+        connection = socket.create_connection((address, port), timeout=CONNECT_SECONDS)
         _send(connection, [secret, self._node, socket.gethostname()])
-        if _received(connection, _CONNECT_SECONDS) == _ADMITTED:
+        if _received(connection, CONNECT_SECONDS) == _ADMITTED:
             _keep_alive(connection)
             self._peers[connection] = NodeExit(0, address, None)
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         """Wait until a peer fails, and tell the others; or until all have ended without failure."""
         running = dict(self._peers)
         while running:
@@ -131,7 +131,7 @@ class Peers:
                 assert isinstance(connection, socket.socket)
                 gone = running.pop(connection)
                 with contextlib.suppress(OSError):
-                    gone = _exit_of(_received(connection, _MESSAGE_SECONDS)) or gone
+                    gone = _exit_of(_received(connection, MESSAGE_SECONDS)) or gone
                 if gone.exit_code != 0:
                     self.failed = gone
                     self._send(gone)
@@ -146,7 +146,7 @@ class Peers:
 
 def store_client(address: str, port: int) -> TCPStore:
     """Return a client of torchrun's store on node 0, which must exist."""
-    timeout = timedelta(seconds=_CONNECT_SECONDS)
+    timeout = timedelta(seconds=CONNECT_SECONDS)
     return TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 

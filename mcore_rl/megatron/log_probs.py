@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-_BLOCK_BYTES = 1 << 20  # of float32 temporaries in host memory
+BLOCK_BYTES = 1 << 20  # of float32 temporaries in host memory
 
 
 def vocab_parallel_log_probs(
@@ -157,7 +157,7 @@ class _Head:
         if products.device.type == "cpu":
             # Temporaries that stay in a processor's cache, and in memory that malloc has already:
             # pages that are new to the process cost more than what is computed.
-            length = max(1, _BLOCK_BYTES // (4 * self.num_rows))
+            length = max(1, BLOCK_BYTES // (4 * self.num_rows))
         for part, at in zip(products.split(length), range(0, len(products), length), strict=True):
             start = chunk.start + at
             yield slice(start, start + len(part)), part, self._scaled(part)

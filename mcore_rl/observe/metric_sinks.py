@@ -197,7 +197,7 @@ def wandb_sink(
             project=run.project,
             entity=run.entity,
             name=run.name or folder.absolute().name,
-            id=_run_id(folder / _RUN_ID_FILE, resumes=first_step > 0),
+            id=id_of_run(folder / _RUN_ID_FILE, resumes=first_step > 0),
             resume="allow",
             dir=save_dir,
             config=dict(config),
@@ -226,7 +226,7 @@ def wandb_sink(
     return MetricSink("Weights & Biases", f"project {run.project}", start)
 
 
-def _run_id(path: Path, *, resumes: bool) -> str:
+def id_of_run(path: Path, *, resumes: bool) -> str:
     """Return the id of the run that is resumed, or a new id for a run that starts at step 0."""
     if resumes and path.is_file():
         with contextlib.suppress(OSError, ValueError):  # a damaged id starts another run

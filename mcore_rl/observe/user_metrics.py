@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 MetricFunction = Callable[["Sequence[ScoredRollout]"], float | Mapping[str, float]]
 
-_METRICS: dict[str, MetricFunction] = {}
+METRICS: dict[str, MetricFunction] = {}
 _logged: set[str] = set()  # metrics whose failure was logged
 
 
@@ -38,9 +38,9 @@ def metric(name: str) -> Callable[[MetricFunction], MetricFunction]:
     """
 
     def register(function: MetricFunction) -> MetricFunction:
-        if not name or name in _METRICS:
+        if not name or name in METRICS:
             raise ValueError(f"two metrics are called {name!r}; rename one")
-        _METRICS[name] = function
+        METRICS[name] = function
         return function
 
     return register
@@ -48,13 +48,13 @@ def metric(name: str) -> Callable[[MetricFunction], MetricFunction]:
 
 def has_metrics() -> bool:
     """Return whether any user metric is registered."""
-    return bool(_METRICS)
+    return bool(METRICS)
 
 
 def user_metrics(samples: Sequence[ScoredRollout]) -> dict[str, float]:
     """Return a step's user metrics, by full name. Never raises."""
     metrics: dict[str, float] = {}
-    for name, function in _METRICS.items():
+    for name, function in METRICS.items():
         try:
             value = function(samples)
             several = value.items() if isinstance(value, Mapping) else [("", value)]

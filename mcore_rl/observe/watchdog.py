@@ -30,8 +30,8 @@ from mcore_rl.common.kills import note_stage
 EXIT_STUCK = 1
 _POLL_SECONDS = 0.2
 # Interval of checks whether another rank has timed out, and the time limit for answers.
-_ASK_SECONDS = 5.0
-_ANSWER_SECONDS = 10.0
+ASK_SECONDS = 5.0
+ANSWER_SECONDS = 10.0
 # For C code that holds the GIL, so that not even the watching thread runs.
 _BACKSTOP_SECONDS = 30.0
 _KEY = "mcore_rl/stuck"
@@ -107,7 +107,7 @@ class StageWatchdog:
                 stage = self._stages[-1] if self._stages else None
                 seconds = time.monotonic() - self._since
             late = stage is not None and seconds > self._limit
-            if not late and time.monotonic() - asked_at > _ASK_SECONDS:
+            if not late and time.monotonic() - asked_at > ASK_SECONDS:
                 asked_at = time.monotonic()
                 late = self._is_asked()
             if late:
@@ -145,9 +145,9 @@ class StageWatchdog:
         store.set(f"{_KEY}/{self._rank}", json.dumps([mine.stage, mine.seconds, mine.stack]))
         if not prints:
             # The launcher ends all ranks after the first one, so wait for the printing.
-            self._closed.wait(2 * _ANSWER_SECONDS)
+            self._closed.wait(2 * ANSWER_SECONDS)
             return {}, False
-        deadline = time.monotonic() + _ANSWER_SECONDS
+        deadline = time.monotonic() + ANSWER_SECONDS
         missing = set(range(self._world_size))
         while missing and time.monotonic() < deadline:
             missing = {rank for rank in missing if not store.check([f"{_KEY}/{rank}"])}

@@ -49,7 +49,7 @@ ENVIRONMENT = "environment"
 NO_REWARD = "none"
 NO_FUNCTIONS = (*SERVED_REWARDS, REWARD_MODEL, ENVIRONMENT)
 
-_BY_NAME: dict[str, RewardFunction] = {}
+BY_NAME: dict[str, RewardFunction] = {}
 _REGISTERED_AT: dict[str, tuple[str, int]] = {}  # name -> file and line of its `@reward(...)`
 
 
@@ -73,9 +73,9 @@ def reward(name: str) -> Callable[[RewardFunction], RewardFunction]:
     place = (os.path.realpath(caller.f_code.co_filename), caller.f_lineno)
 
     def register(function: RewardFunction) -> RewardFunction:
-        if name in _BY_NAME and _REGISTERED_AT[name] != place:
+        if name in BY_NAME and _REGISTERED_AT[name] != place:
             raise ValueError(f"two reward functions are called {name!r}; rename one")
-        _BY_NAME[name] = function
+        BY_NAME[name] = function
         _REGISTERED_AT[name] = place
         return function
 
@@ -168,11 +168,11 @@ def resolve_reward(spec: str, flag: str = "--rl-reward") -> RewardFunction:
     """
     if ":" in spec:
         function: RewardFunction = find_in_module(spec, f"{flag} {spec}")
-    elif spec in _BY_NAME:
-        function = _BY_NAME[spec]
+    elif spec in BY_NAME:
+        function = BY_NAME[spec]
     else:
         built_in = [*_names(built_in=True), *NO_FUNCTIONS]
-        meant = did_you_mean(spec, [*_BY_NAME, *NO_FUNCTIONS]) or meant_own(spec)
+        meant = did_you_mean(spec, [*BY_NAME, *NO_FUNCTIONS]) or meant_own(spec)
         raise UsageError(
             f"is not a built-in reward{meant}",
             flag=f"{flag} {spec}",
@@ -220,7 +220,7 @@ def takes_row(function: Callable[..., object]) -> bool:
 
 def _names(*, built_in: bool) -> list[str]:
     here = os.path.realpath(__file__)
-    return sorted(name for name in _BY_NAME if (_REGISTERED_AT[name][0] == here) == built_in)
+    return sorted(name for name in BY_NAME if (_REGISTERED_AT[name][0] == here) == built_in)
 
 
 def _imported_names() -> str:

@@ -48,7 +48,7 @@ from mcore_rl.common.readers import InvalidData, finite_number, parse_json
 from mcore_rl.rewards.specs import ServerSpec
 from mcore_rl.rewards.worker import Outcome
 
-_FIRST_BACKOFF_SECONDS = 0.5
+FIRST_BACKOFF_SECONDS = 0.5
 
 Answered = list[tuple[int, str, Outcome]]  # ticket, name of the reward, outcome
 
@@ -182,7 +182,7 @@ class ServerReward:
         body = json.dumps(self._dialect.body(batch)).encode()
         for attempt in range(self._server.retries + 1):
             if attempt > 0:
-                await asyncio.sleep(self._backoff_seconds(attempt))
+                await asyncio.sleep(self.backoff_seconds(attempt))
             try:
                 text = await request(
                     session,
@@ -199,8 +199,9 @@ class ServerReward:
                     break
         return [outcome] * len(batch)
 
-    def _backoff_seconds(self, attempt: int) -> float:
-        longest = min(_FIRST_BACKOFF_SECONDS * 2.0 ** min(attempt - 1, 32), self._timeout_seconds)
+    def backoff_seconds(self, attempt: int) -> float:
+        """Return a random pause before the next attempt; it doubles up to the timeout."""
+        longest = min(FIRST_BACKOFF_SECONDS * 2.0 ** min(attempt - 1, 32), self._timeout_seconds)
         return longest * self._random.uniform(0.5, 1.0)
 
     def parse(self, text: bytes, num_samples: int) -> list[Outcome]:

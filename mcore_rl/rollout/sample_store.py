@@ -195,12 +195,12 @@ class SampleStore:
             key = id(samples), stage  # the same for all ranks of a place
             if key not in packed:
                 kept = (self._samples[number] for number in table.numbers[samples].tolist())
-                packed[key] = np.concatenate([self._packed(each, stage) for each in kept])
+                packed[key] = np.concatenate([self.pack(each, stage) for each in kept])
             outgoing[rank] = packed[key]
         stage = None
         if self.routed is not None and self._trains:
             stage = self._train.pp_rank(self._ranks.rank)
-        width, incoming = self._width(stage), [0] * len(outgoing)
+        width, incoming = self.bytes_per_token(stage), [0] * len(outgoing)
         top_width = _TOP_BYTES * self.num_top
         for rank, samples in moves.incoming.items():
             incoming[rank] = int(table.lengths[samples].sum()) * width
@@ -212,7 +212,7 @@ class SampleStore:
             sizes = lengths * width + responses * top_width
             parts = np.split(received[rank], sizes.cumsum()[:-1])
             for sample, length, data in zip(samples.tolist(), lengths, parts, strict=True):
-                tokens[sample] = self._unpacked(data, int(length), stage)
+                tokens[sample] = self.unpack(data, int(length), stage)
         return tokens
 
     def row_exchange(self, table: SampleTable, wanted: Shares) -> RowExchange:
@@ -246,13 +246,14 @@ class SampleStore:
             samples |= part
         return [samples[row] for row in rows] if dist.get_rank() == 0 else []
 
-    def _width(self, stage: int | None) -> int:
+    def bytes_per_token(self, stage: int | None) -> int:
         """Return the bytes per token."""
         turn_bytes = _TURN_BYTES if self._has_turns else 0
         route_bytes = 0 if stage is None else self.of_stage(stage).bytes_a_token - 1
         return _TOKEN_BYTES + turn_bytes + route_bytes
 
-    def _packed(self, sample: ScoredRollout, stage: int | None) -> np.ndarray:
+    def pack(self, sample: ScoredRollout, stage: int | None) -> np.ndarray:
+        """Return the bytes of a sample for a rank of this pipeline stage, None: without experts."""
         tokens = SampleTokens.of(sample)
         flags = tokens.is_generated.astype(np.uint8) * np.uint8(_GENERATED)
         pieces = [tokens.token_ids.view(np.uint8), tokens.log_probs.view(np.uint8), flags]
@@ -281,10 +282,11 @@ class SampleStore:
         pieces = (np.ascontiguousarray(each) for each in (top.ids, top.log_probs))
         return [each.view(np.uint8).ravel() for each in pieces]
 
-    def _unpacked(self, data: np.ndarray, length: int, stage: int | None) -> SampleTokens:
+    def unpack(self, data: np.ndarray, length: int, stage: int | None) -> SampleTokens:
+        """Return the tokens in the bytes of `pack`, which may lie anywhere in a message."""
         turn_rewards, routes, top = None, None, None
         if self.num_top:
-            data, of_top = np.split(data, [length * self._width(stage)])
+            data, of_top = np.split(data, [length * self.bytes_per_token(stage)])
             ids, log_probs = np.split(of_top.copy(), 2)
             top = TopTokens(
                 ids.view(np.int32).reshape(-1, self.num_top),

@@ -23,7 +23,7 @@ from mcore_rl.rollout.segments import OpenGroup
 # Pauses between polls while nothing runs: of rewards at first, of stores with many clients later.
 _IDLE_SECONDS, _MOST_IDLE_SECONDS = 0.001, 0.005
 _FIRST_STEP_SECONDS = 0.03  # assumed duration of a step before one is measured
-_STEPS_BETWEEN_SCHEDULES = 4
+STEPS_BETWEEN_SCHEDULES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def step_engine(
                 idle_seconds = min(_MOST_IDLE_SECONDS, 1.1 * idle_seconds)
             if engine.tp_rank == 0:
                 scheduler.between_steps(generation.num_running, step_seconds)
-            is_time = not generation.num_running or num_steps % _STEPS_BETWEEN_SCHEDULES == 0
+            is_time = not generation.num_running or num_steps % STEPS_BETWEEN_SCHEDULES == 0
             must_schedule = bool(ended) or (actions.more and is_time)
 
 

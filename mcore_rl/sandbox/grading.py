@@ -280,7 +280,7 @@ def same_output(printed: str, expected: str) -> bool:
     its size if that is more than 1.
     """
     lines = itertools.zip_longest(_lines(printed), _lines(expected), fillvalue="")
-    return all(a == b or _same_line(a.split(), b.split()) for a, b in lines)
+    return all(a == b or same_line(a.split(), b.split()) for a, b in lines)
 
 
 def _lines(text: str) -> Iterator[str]:
@@ -288,7 +288,8 @@ def _lines(text: str) -> Iterator[str]:
     return filter(str.strip, io.StringIO(text, newline="\n"))
 
 
-def _same_line(printed: list[str], expected: list[str]) -> bool:
+def same_line(printed: list[str], expected: list[str]) -> bool:
+    """Return whether the words of two lines are equal, numbers up to rounding."""
     return len(printed) == len(expected) and all(map(_same_word, printed, expected))
 
 

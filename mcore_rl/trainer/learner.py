@@ -111,7 +111,7 @@ class Learner:
     def make_batch(self, step: int, table: SampleTable) -> StepBatch:
         """Return the samples as tensors, divided into mini-batches, ranks and micro-batches."""
         orders = orders_of_epochs(
-            self._informative_groups(table),
+            self.informative_groups(table),
             group_sizes=np.bincount(table.group_ids),
             num_mini_batches=self._options.num_mini_batches,
             num_epochs=self._options.num_epochs,
@@ -162,7 +162,7 @@ class Learner:
             table, why_not_valid=tuple(w or ("it is truncated" if cut else None) for w, cut in why)
         )
 
-    def _informative_groups(self, table: SampleTable) -> np.ndarray:
+    def informative_groups(self, table: SampleTable) -> np.ndarray:
         """Return `[g]` bool: groups with a trained sample and with one whose advantages are not
         0."""
         group_ids = table.group_ids
@@ -220,7 +220,7 @@ class Learner:
             metrics.update(mismatch_metrics(MismatchSums.from_stacked(sums)))
             if self.recipe.mismatch_correction != "none":
                 samples = dataclasses.replace(samples, weights=mismatch.weights)
-        inputs = self._advantage_inputs(table, samples)
+        inputs = self.advantage_inputs(table, samples)
         estimated = advantages_of_valid(
             find_advantage_estimator(self.recipe.advantage).function,
             inputs,
@@ -313,7 +313,8 @@ class Learner:
             f"finite, first of all on {'; '.join(named)}"
         )
 
-    def _advantage_inputs(self, table: SampleTable, samples: TrainBatch) -> AdvantageInputs:
+    def advantage_inputs(self, table: SampleTable, samples: TrainBatch) -> AdvantageInputs:
+        """Return what an estimator gets: rewards after clipping, penalties and KL. Collective."""
         scores = self._comparison.clipped(table.rewards)
         scores = scores + self._overlong_penalty(table.response_lengths)
         scores -= self.recipe.missing_eos_penalty * table.is_cut

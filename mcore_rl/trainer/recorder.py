@@ -229,7 +229,7 @@ class RunRecorder:
                 if self._job.config.has_engines
                 else "no engines",
                 "num_steps": num_steps,
-                "versions": _versions(),
+                "versions": versions_of_run(),
             }
         )
         self._progress.show_summary(main, facts)
@@ -253,12 +253,12 @@ def _config(job: Job) -> RunConfig:
             "command": os.environ.get(COMMAND) or shlex.join(sys.orig_argv),
             "ranks": int(os.environ.get("WORLD_SIZE", 1)),
             "chosen": shlex.join(job.spec.chosen),  # of `given`, by the plan
-            "versions": _versions(),
+            "versions": versions_of_run(),
         },
     )
 
 
-def _versions() -> dict[str, str]:
+def versions_of_run() -> dict[str, str]:
     """Return versions by package, with commits where known; Megatron's are of the imported code."""
     megatron = check_megatron()
     versions = {MEGATRON: megatron.version, "mcore_rl": VERSION}

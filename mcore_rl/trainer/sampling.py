@@ -142,7 +142,7 @@ def _sampler(job: Job, workers: RolloutWorkers, start: Start, timers: StageTimer
         curriculum=curriculum,
         bank=bank_folder(job) if job.config.rollout.samples_ahead else None,
         folder=start.folder,
-        origin=[start.branch, start.began_with, *_environment_facts(job.spec.environment)],
+        origin=[start.branch, start.began_with, *environment_facts(job.spec.environment)],
     )
 
 
@@ -162,7 +162,7 @@ def branch_of(job: Job, point: ResumePoint | None) -> Branch | None:
     return branch
 
 
-def _environment_facts(spec: EnvironmentSpec | None) -> list[Any]:
+def environment_facts(spec: EnvironmentSpec | None) -> list[Any]:
     """Return what responses depend on if they have environments."""
     if spec is None:
         return []

@@ -45,7 +45,7 @@ _PROGRAM = Path(__file__).with_name("shard_file.py")
 _ROOT = Path(__file__).resolve().parents[2]
 _sender = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")  # writing to a pipe frees the GIL
 _process: subprocess.Popen[bytes] | None = None
-_buffers: list[mmap.mmap] = []  # of files that are written
+free_buffers: list[mmap.mmap] = []  # of files that are written
 _reservation: threading.Thread | None = None
 _ALIGNMENT = 64  # bytes
 digests: dict[Path, str] = {}  # SHA-256 of files that were written; whoever needs one removes it
@@ -83,7 +83,7 @@ def _reserve(num_bytes: int) -> None:
     pages = np.frombuffer(buffer, np.uint8)[:: mmap.PAGESIZE]
     for begin in range(0, len(pages), 1 << 14):  # without the GIL
         pages[begin : begin + (1 << 14)] = 0
-    _buffers.append(buffer)
+    free_buffers.append(buffer)
 
 
 class StagedFile:
@@ -105,7 +105,7 @@ class StagedFile:
     def start(self) -> Future[tuple[list[Any], str]]:
         """Start writing; the result is PyTorch's and the SHA-256 of the file, or RuntimeError.
         Raises OSError."""
-        self.written = _sender.submit(self._write, _writer_process())
+        self.written = _sender.submit(self._write, writer_process())
         return self.written
 
     def _write(self, process: subprocess.Popen[bytes]) -> tuple[list[Any], str]:
@@ -113,7 +113,7 @@ class StagedFile:
             return _written(process, self.path, self._contents)
         finally:
             self._contents.clear()
-            _buffers.append(self._buffer)
+            free_buffers.append(self._buffer)
 
 
 def _plain(content: Any) -> torch.Tensor | bytes:
@@ -134,10 +134,10 @@ def _buffer_of(num_bytes: int) -> mmap.mmap:
     """Return the smallest free buffer of this size, or a new one."""
     if _reservation is not None:
         _reservation.join()
-    found = [buffer for buffer in _buffers if len(buffer) >= num_bytes]
+    found = [buffer for buffer in free_buffers if len(buffer) >= num_bytes]
     if found:
         buffer = min(found, key=len)
-        _buffers.remove(buffer)
+        free_buffers.remove(buffer)
         return buffer
     return _new_buffer(num_bytes)
 
@@ -162,7 +162,7 @@ def _copies(tensors: Sequence[torch.Tensor], buffer: mmap.mmap) -> list[torch.Te
         return list(pool.map(torch.Tensor.copy_, copies, tensors))
 
 
-def _writer_process() -> subprocess.Popen[bytes]:
+def writer_process() -> subprocess.Popen[bytes]:
     """Return this rank's process, started anew if it has ended."""
     global _process
     if _process is None or _process.poll() is not None:

@@ -39,7 +39,7 @@ _OPTIMIZERS = (
 )
 
 
-class _MetadataPickle:
+class MetadataPickle:
     """A stand-in for the module pickle whose `load` only reads metadata."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ def _refusal(place: str, what: str) -> UsageError:
     )
 
 
-def _raising_refusals(load: Callable[..., Any], reading: _MetadataPickle) -> Callable[..., Any]:
+def _raising_refusals(load: Callable[..., Any], reading: MetadataPickle) -> Callable[..., Any]:
     """Make `load`, which wraps the errors of all ranks in its own, raise a refusal unwrapped."""
     from torch.distributed.checkpoint import state_dict_loader
     from torch.distributed.checkpoint.api import CheckpointException
@@ -198,7 +198,7 @@ def apply() -> None:
         else:
             self.state_dict[name] = loaded
 
-    reading = _MetadataPickle()
+    reading = MetadataPickle()
     filesystem.pickle = reading  # type: ignore[assignment]  # in the place of the module
     DefaultLoadPlanner.load_bytes = load_bytes  # type: ignore[method-assign]  # replaced
     state_dict_loader._load_state_dict = _raising_refusals(loader, reading)

@@ -27,7 +27,7 @@ from mcore_rl.common.readers import plain_file_name
 MAX_BYTES = 256 << 20
 
 _ENUMS = (planner.WriteItemType, metadata._MEM_FORMAT_ENCODING)
-_CLASSES: tuple[type, ...] = (
+CLASSES: tuple[type, ...] = (
     *(metadata.Metadata, metadata.StorageMeta, metadata.TensorStorageMetadata),
     *(metadata.BytesStorageMetadata, metadata.ChunkStorageMetadata, metadata.MetadataIndex),
     *(metadata.TensorProperties, filesystem._StorageInfo, filesystem._StoragePrefix),
@@ -49,7 +49,7 @@ def _member(owner: Any, name: Any) -> enum.Enum:
 
 
 _NAMES: dict[tuple[str, str], Any] = {
-    **{(kind.__module__, kind.__name__): kind for kind in _CLASSES},
+    **{(kind.__module__, kind.__name__): kind for kind in CLASSES},
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,
     ("collections", "OrderedDict"): OrderedDict,
@@ -105,7 +105,7 @@ def read_metadata(content: bytes) -> metadata.Metadata:
     are not a pickle.
     """
     members = [member for kind in _ENUMS for member in kind]
-    with unchanged([*_CLASSES, PosixPath, PurePosixPath, *members]):
+    with unchanged([*CLASSES, PosixPath, PurePosixPath, *members]):
         loaded = _Unpickler(io.BytesIO(content)).load()
         if type(loaded) is not metadata.Metadata:
             raise ForbiddenContent(f"a {type(loaded).__name__} instead of metadata")

@@ -78,7 +78,7 @@ def apply() -> None:
             torch.distributed.all_gather_object(everywhere, mine, communicator.device_group)
             names, affinities, cores = zip(*everywhere, strict=True)
             num_ranks = int(ranks_here or communicator.world_size)
-            own_cores = _has_cores(affinities, min(cores), num_ranks)
+            own_cores = has_cores(affinities, min(cores), num_ranks)
             communicator._mcore_rl_run = names[0 if own_cores else communicator.rank_in_group]
         group = upstream_name(communicator).replace("/", "")  # no name may hold one
         return f"{communicator._mcore_rl_run}-{_host()}-{group}"
@@ -95,7 +95,7 @@ def apply() -> None:
     _CPUSHMDistributed._init_cpu_shm = init_and_unlink
 
 
-def _has_cores(affinities: Sequence[set[int]], num_cores: int, num_ranks: int) -> bool:
+def has_cores(affinities: Sequence[set[int]], num_cores: int, num_ranks: int) -> bool:
     """Return whether ranks can wait in a loop: each of the machine's `num_ranks` has a core, or is
     bound to some that another rank of its group does not use."""
     return num_cores >= num_ranks or not set.intersection(*affinities)

@@ -32,7 +32,7 @@ NEEDED_LIBRARIES = ("_C_stable_libtorch", "_moe_C_stable_libtorch", "cumem_alloc
 # Sizes that replace those of benchmarks/cases.py: on a GPU 1.7 GB dense and 1.5 GB with experts, so
 # that a copy takes milliseconds; on a CPU small, so that a step takes a second.
 _ON_CPU: dict[str, Any] = dict(num_hidden_layers=2, vocab_size=1024)
-_ON_GPU: dict[str, dict[str, Any]] = {
+ON_GPU: dict[str, dict[str, Any]] = {
     "dense": dict(
         hidden_size=4096, intermediate_size=12288, num_hidden_layers=4,
         num_attention_heads=32, num_key_value_heads=8, head_dim=128,
@@ -52,7 +52,7 @@ def sized(kind: str, folder: str) -> str | None:
     from scripts.make_tiny_deepseek import make_checkpoint
 
     model = DENSE if kind == "dense" else MOE
-    sizes = _ON_GPU[kind] if os.environ["HAS_CUDA"] == "1" else _ON_CPU
+    sizes = ON_GPU[kind] if os.environ["HAS_CUDA"] == "1" else _ON_CPU
     overrides = {**model.overrides, **sizes}
     make_checkpoint(folder, arch=model.arch, size=model.size, overrides=overrides)
     return None

@@ -257,7 +257,7 @@ def attested_hand_overs(flags: list[str]) -> dict[str, Any]:
     bench.use("sample", with_canary=False)
     found["sampled"] = bench.switch()
     found["sampled_skipped"] = bench.switch(bench.skipped_tensor())
-    with mock.patch.object(slice_hash, "_SMALL_BYTES", 0):  # one row of 32 of these, too
+    with mock.patch.object(slice_hash, "SMALL_BYTES", 0):  # one row of 32 of these, too
         bench.use("sample", with_canary=False)
         found["few_rows"] = bench.switch()
         found["few_rows_swapped"] = bench.switch(bench.swapped_experts())

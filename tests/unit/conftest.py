@@ -27,25 +27,33 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.fixture(scope="module")
+def world_of_one() -> Iterator[None]:
+    """A gloo group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture
 def restored_tables() -> Iterator[None]:
     """What a test imports from a user's file is known to no other test."""
-    for module in environments._SHIPPED.values():  # these register once in a process
+    for module in environments.SHIPPED.values():  # these register once in a process
         importlib.import_module(module)
-    options._recipe.cache_clear()
+    options.resolved_recipe.cache_clear()
     find_policy_loss("ppo_clip")  # the built-in ones come with the first look-up
     tables: list[dict] = [
-        registry._ESTIMATORS,
-        registry._POLICY_LOSSES,
-        registry._GROUP_FILTERS,
-        registry._SAMPLERS,
-        user_code._IMPORTED,
+        registry.ESTIMATORS,
+        registry.POLICY_LOSSES,
+        registry.GROUP_FILTERS,
+        registry.SAMPLERS,
+        user_code.IMPORTED,
         recipes.RECIPES,
         families.FAMILIES,
-        user_metrics._METRICS,
-        user_prompts._SOURCES,
-        reward_functions._BY_NAME,
-        environments._BY_NAME,
+        user_metrics.METRICS,
+        user_prompts.SOURCES,
+        reward_functions.BY_NAME,
+        environments.BY_NAME,
     ]
     saved = [dict(table) for table in tables]
     yield

@@ -33,9 +33,9 @@ STATE = {
 def process() -> Iterator[None]:
     """End this process's writer."""
     yield
-    if background_saving._process is not None:
-        background_saving._process.kill()
-        background_saving._process.wait()
+    process = background_saving.writer_process()
+    process.kill()
+    process.wait()
 
 
 def staged(path: Path, state: dict[str, torch.Tensor]) -> tuple[StagedFile, SimpleNamespace]:
@@ -47,7 +47,7 @@ def staged(path: Path, state: dict[str, torch.Tensor]) -> tuple[StagedFile, Simp
 
 def test_file_has_the_state_at_the_time_of_the_copy(tmp_path: Path) -> None:
     """Two files are written one after the other by the same process, from the same memory."""
-    background_saving._buffers.clear()
+    background_saving.free_buffers.clear()
     folders = tmp_path / "a", tmp_path / "b"
     for folder in folders:
         folder.mkdir()
@@ -63,18 +63,18 @@ def test_file_has_the_state_at_the_time_of_the_copy(tmp_path: Path) -> None:
         found = {name: torch.full_like(tensor, 7) for name, tensor in STATE.items()}
         load(found, storage_reader=FileSystemReader(folder), no_dist=True)
         assert all(found[name].equal(tensor) for name, tensor in STATE.items())
-    assert len(background_saving._buffers) == 1
+    assert len(background_saving.free_buffers) == 1
     sizes = {(folder / "__0_0.distcp").stat().st_size for folder in folders}
     assert len(sizes) == 1 and max(sizes) < 2 * sum(t.nbytes for t in STATE.values()) + 10_000
 
 
 def test_first_copy_is_in_the_memory_that_was_reserved(tmp_path: Path) -> None:
-    background_saving._buffers.clear()
+    background_saving.free_buffers.clear()
     background_saving.reserve(1 << 20)
     file, _ = staged(tmp_path / "file", STATE)
     background_saving.reserve(1 << 20)  # has no effect
     file.start().result(60)
-    (buffer,) = background_saving._buffers
+    (buffer,) = background_saving.free_buffers
     assert len(buffer) == 1 << 20
 
 
@@ -84,13 +84,13 @@ def test_failures_are_told_and_the_next_file_has_another_process(tmp_path: Path)
     with pytest.raises(RuntimeError, match=r"gone/file could not be written: .*\[Errno 2\]"):
         staged(tmp_path / "gone" / "file", large)[0].start().result(60)
     file, _ = staged(tmp_path / "file", large)
-    process = background_saving._writer_process()
+    process = background_saving.writer_process()
     process.kill()
     process.wait()
-    assert background_saving._writer_process().pid != process.pid
+    assert background_saving.writer_process().pid != process.pid
     assert len(file.start().result(60)[0]) == 1
     file, _ = staged(tmp_path / "again", large)
-    background_saving._writer_process().kill()
+    background_saving.writer_process().kill()
     with pytest.raises(RuntimeError, match="its process ended with -9"):
         file.start().result(60)
 

@@ -182,9 +182,9 @@ def test_received_bytes_exclude_a_ranks_own(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(dist, "get_rank", lambda group=None: 1)
     tensor = torch.zeros(10, dtype=torch.bfloat16)
-    assert counters._of_all_gather([tensor] * 4, tensor) == 3 * 20
-    assert counters._of_broadcast(tensor, src=0) == 20
-    assert counters._of_broadcast(tensor, src=1) == 0
+    assert counters.received_of_all_gather([tensor] * 4, tensor) == 3 * 20
+    assert counters.received_of_broadcast(tensor, src=0) == 20
+    assert counters.received_of_broadcast(tensor, src=1) == 0
 
 
 @pytest.mark.parametrize("arch", ["deepseek_v3", "qwen3", "qwen3_moe"])

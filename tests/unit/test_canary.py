@@ -10,9 +10,9 @@ from mcore_rl.batching.types import TrainBatch
 from mcore_rl.hybrid_engine.proof.canary import (
     Canary,
     CanaryResult,
-    _worst,
     differences,
     megatron_log_probs,
+    worst_of,
 )
 
 
@@ -52,8 +52,8 @@ def test_differences_are_by_prompt() -> None:
 
 
 def test_result_is_that_of_the_worst_engine() -> None:
-    assert _worst([[0.1, 0.2], [0.3, 0.1]]) == (0.3, 0.2)
-    assert np.isnan(_worst([[0.1], [float("nan")]])[0])
+    assert worst_of([[0.1, 0.2], [0.3, 0.1]]) == (0.3, 0.2)
+    assert np.isnan(worst_of([[0.1], [float("nan")]])[0])
 
 
 def test_prompts_are_scored_each_in_a_micro_batch_of_its_own() -> None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import save as torch_save
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.trainer.resume import folders
-from mcore_rl.trainer.resume.point import _check_warmup
+from mcore_rl.trainer.resume.point import check_warmup
 from mcore_rl.trainer.resume.trainer_state import check_mtp
 
 FILES = {"__0_0.distcp": b"weights" * 100, ".metadata": b"m", "trainer/.metadata": b"t" * 7}
@@ -95,11 +95,11 @@ def test_manifest_passes_megatrons_integrity_check(tmp_path: Path) -> None:
 
 
 def test_warmup_of_critic_that_begins_later_counts_steps_before(tmp_path: Path) -> None:
-    _check_warmup(None, 30, tmp_path)
-    _check_warmup(31, 30, tmp_path)
+    check_warmup(None, 30, tmp_path)
+    check_warmup(31, 30, tmp_path)
     for steps in (5, 30):
         with pytest.raises(UsageError, match=f"--rl-critic-warmup-steps {steps} .*{30 + steps}"):
-            _check_warmup(steps, 30, tmp_path)
+            check_warmup(steps, 30, tmp_path)
 
 
 def test_complete_steps_are_sorted_newest_first(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def sound() -> metadata.Metadata:
 
 
 def read(content: bytes) -> Any:
-    return checkpoint_reading._MetadataPickle().load(io.BytesIO(content))
+    return checkpoint_reading.MetadataPickle().load(io.BytesIO(content))
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
@@ -168,7 +168,7 @@ ATTACKS = {
 
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
 def test_unneeded_pickle_operations_are_refused(attack: bytes) -> None:
-    attributes = {kind: dict(vars(kind)) for kind in metadata_unpickler._CLASSES}
+    attributes = {kind: dict(vars(kind)) for kind in metadata_unpickler.CLASSES}
     with pytest.raises(UsageError, match=r"\.metadata (holds .*trust|is not the metadata)"):
         read(b"\x80\x04" + attack + b".")
     for kind, before in attributes.items():
@@ -245,7 +245,7 @@ def write_checkpoint(folder: Path, length: int) -> Path:
 
 
 def test_files_are_as_long_as_metadata_says(tmp_path: Path) -> None:
-    reading = checkpoint_reading._MetadataPickle()
+    reading = checkpoint_reading.MetadataPickle()
     with write_checkpoint(tmp_path, 12).open("rb") as file:
         assert reading.load(file) == sound()
     with write_checkpoint(tmp_path, 11).open("rb") as file:
@@ -265,7 +265,7 @@ def test_a_file_of_gigabytes_is_not_read_whole(
     with path.open("wb") as file:
         file.truncate(10 << 30)
     with path.open("rb") as file, pytest.raises(UsageError, match="holds more than 65536 bytes"):
-        checkpoint_reading._MetadataPickle().load(file)
+        checkpoint_reading.MetadataPickle().load(file)
 
 
 class Colour(enum.Enum):

@@ -21,7 +21,7 @@ from mcore_rl.job.reading import make_parser
 from mcore_rl.job.resolver import examine
 from mcore_rl.observe.run_directory import RunConfig
 from mcore_rl.planner.plan import plan_case
-from mcore_rl.tools.plan.command_line import _read_shape, read_command_line
+from mcore_rl.tools.plan.command_line import read_command_line, read_named_shape
 from scripts.make_tiny_deepseek import ARCHS, hf_config
 from tests.model_shapes import has_engine_on_cpu
 
@@ -58,7 +58,7 @@ def source_of(
         parser=parser(),
         device_bytes=None if on_host else lambda: int(gpu_gb * 1e9),
         host_memory=(lambda: memory) if on_host else None,
-        read_shape=functools.partial(_read_shape, str(config)),
+        read_shape=functools.partial(read_named_shape, str(config)),
         has_files=False,
         is_here=False,
     )

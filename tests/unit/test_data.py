@@ -22,7 +22,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.data.prompt_cache import _content_key
+from mcore_rl.data.prompt_cache import content_key
 from mcore_rl.data.prompt_file import PromptSource, check_prompts
 from mcore_rl.data.prompts import load_prompts, prompt_indices
 
@@ -264,13 +264,6 @@ def test_check_prompts_names_place_and_remedy(name, content, message, tmp_path):
     assert "--flag" in text and str(path) in text and ";" in text and "\n" not in text
 
 
-def test_check_prompts_refuses_a_truncated_parquet_file(tmp_path):
-    path = write_parquet(tmp_path / "p.parquet", ROWS)
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(UsageError, match="p.parquet cannot be read as Parquet"):
-        check_prompts(PromptSource(path, 100))
-
-
 def test_check_prompts_refuses_messages_without_template(tmp_path):
     path = write_lines(tmp_path / "p.jsonl", [{"prompt": MESSAGES, "answer": "7"}])
     assert check_prompts(PromptSource(path, 100)) == 1
@@ -347,12 +340,12 @@ def test_cache_follows_what_the_code_of_a_tokenizer_reads(tmp_path):
     auto_map = {"AutoTokenizer": [None, "code.Tokenizer"]}
     config.write_text(json.dumps(json.loads(config.read_text()) | {"auto_map": auto_map}))
     source = PromptSource(write_lines(tmp_path / "p.jsonl", ROWS), 100, trust_remote_code=True)
-    keys = {_content_key(source, folder)}
+    keys = {content_key(source, folder)}
     for name in ("assets/words/vocab.txt", "impl/split.py", "vocab.bin"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         for text in ("a b", "a c"):
             (folder / name).write_text(text)
-            keys.add(_content_key(source, folder))
+            keys.add(content_key(source, folder))
     assert len(keys) == 7
 
 

@@ -19,13 +19,13 @@ from mcore_rl.common.errors import UsageError, as_flag
 from mcore_rl.common.platform import WITHOUT_CUDA, Platform
 from mcore_rl.config import RLConfig
 from mcore_rl.flags.derived import (
-    _FREQUENCIES,
-    _NEEDS_CUDA,
+    FREQUENCIES,
+    NEEDS_CUDA,
     DerivedFlags,
     derive_flags,
     with_effect,
 )
-from mcore_rl.flags.inert_flags import _HYBRID_SPECS
+from mcore_rl.flags.inert_flags import HYBRID_SPECS
 from mcore_rl.flags.megatron_flags import ARCHITECTURE, WITHOUT_EFFECT_DESTS
 from mcore_rl.flags.parsed_flags import expand_config, given_values, options_of
 from mcore_rl.flags.parser import add_rl_args
@@ -91,7 +91,7 @@ def defaults_of(derived: DerivedFlags) -> dict[str, Any]:
 def test_architecture_flags_are_flags_of_megatron() -> None:
     """A misspelt name would never contradict anything."""
     known = {action.dest for action in options_of(parser()).values()}
-    assert known >= ARCHITECTURE | _NEEDS_CUDA.keys()
+    assert known >= ARCHITECTURE | NEEDS_CUDA.keys()
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_what_config_says_is_accepted_in_every_notation(text: str) -> None:
     with pytest.raises(UsageError, match="needs --encoder-num-layers"):
         derive(text, f"--encoder-num-layers {shape.num_layers + 1}")
     values = given_values(architecture, parser())
-    for dest, is_marked in _FREQUENCIES.items():
+    for dest, is_marked in FREQUENCIES.items():
         for every in (1, 2, 4):
             layers = [int(is_marked(layer, every)) for layer in range(shape.num_layers)]
             if values.get(dest) in (every, layers):
@@ -189,13 +189,13 @@ def test_frequencies_are_those_of_megatron() -> None:
             int(is_layer_window_attention((7, 0), 4, layer + 1)) for layer in range(12)
         ],
     }
-    for dest, is_marked in _FREQUENCIES.items():
+    for dest, is_marked in FREQUENCIES.items():
         assert found[dest] == [int(is_marked(layer, 4)) for layer in range(12)], dest
 
 
 def test_megatrons_own_layers_of_a_hybrid_model_are_accepted() -> None:
     """Its scripts for Nemotron name them by --spec; those of a user are left to the model class."""
-    for module, name in _HYBRID_SPECS:
+    for module, name in HYBRID_SPECS:
         assert derive(NEMOTRON_H, f"--spec {module} {name}").unread == {"spec"}
     assert not derive(NEMOTRON_H, "--spec mine layers").unread
     assert not derive(QWEN3_600M, f"--spec {module} {name}").unread

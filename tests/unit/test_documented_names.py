@@ -19,7 +19,7 @@ import pytest
 import torch.distributed.run as torchrun
 import yaml
 
-from mcore_rl.cli import _COMMANDS
+from mcore_rl import cli
 from mcore_rl.flags.parsed_flags import options_of
 from mcore_rl.flags.parser import HELP_RL, add_rl_args
 from mcore_rl.megatron import adapter as megatron_adapter
@@ -163,7 +163,7 @@ def known_flags() -> set[str]:
         if action.nargs == 0:  # a switch, which has a form that undoes it
             known.add(f"--{name[5:]}" if name.startswith("--no-") else f"--no-{name[2:]}")
     known |= options_of(torchrun.get_args_parser()).keys()
-    for name in _COMMANDS:
+    for name in cli.COMMANDS:
         command = argparse.ArgumentParser()
         importlib.import_module(f"mcore_rl.tools.{name}.command").add_flags(command)
         known |= options_of(command).keys()

@@ -132,7 +132,7 @@ def test_endless_answer_ends_at_the_deadline(server):
 
 @pytest.mark.parametrize("status", [200, 500])
 def test_an_answer_is_read_to_a_limit(server, status, monkeypatch):
-    monkeypatch.setattr(engine_client, "_MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(engine_client, "MAX_ANSWER_BYTES", 1000)
     server.behaviour = answers(status, b"x" * 100_000)
     with pytest.raises(RuntimeError, match="more than 1000 bytes"):
         HTTPEngineClient(server.url).resume()

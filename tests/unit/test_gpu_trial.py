@@ -224,7 +224,7 @@ def test_commands_are_valid_shell() -> None:
 )
 def test_layouts_of_several_devices_fit_the_models(stage: Stage, tmp_path: Path) -> None:
     """The stages two-... and four-...; without a GPU only `two-pp` runs."""
-    sized = {**MOE.overrides, **tools._ON_GPU["moe"]}
+    sized = {**MOE.overrides, **tools.ON_GPU["moe"]}
     configs = {"tiny": hf_config("deepseek_v3"), "sized moe": hf_config(MOE.arch) | sized}
     jobs = re.findall(r'(?:verify|switch) ".*" "\$\((.*)\)" (\d) (.*)', stage.command)
     assert jobs

@@ -70,13 +70,13 @@ def test_comparison_of_outputs_stops_at_first_difference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compared: list[list[str]] = []
-    same_line: Callable[[list[str], list[str]], bool] = grading._same_line
+    same_line: Callable[[list[str], list[str]], bool] = grading.same_line
 
     def counted(printed: list[str], expected: list[str]) -> bool:
         compared.append(printed)
         return same_line(printed, expected)
 
-    monkeypatch.setattr(grading, "_same_line", counted)
+    monkeypatch.setattr(grading, "same_line", counted)
     lines = "1\n" * 100_000
     assert same_output(lines, lines) and not compared
     assert not same_output(lines, "1\n2\n") and len(compared) == 1

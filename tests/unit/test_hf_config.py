@@ -13,7 +13,7 @@ from transformers import AutoConfig, PretrainedConfig
 
 from mcore_rl.common.errors import UsageError
 from mcore_rl.data.tokenizer import register_families
-from mcore_rl.hybrid_engine.vllm.startup import EngineConfig, _with_fields, engine_arguments
+from mcore_rl.hybrid_engine.vllm.startup import EngineConfig, engine_arguments, with_fields
 from mcore_rl.model.architecture_flags import megatron_flags, settings_without_flag
 from mcore_rl.model.config_json import (
     ModelShape,
@@ -265,7 +265,7 @@ def test_engines_generate_with_any_named_architecture(tmp_path: Path, named: Any
     assert arguments["runner"] == "generate"
     drafter = PretrainedConfig(architectures=["DeepSeekMTPModel"])
     drafter.model_type = "deepseek_mtp"
-    assert _with_fields(arguments["hf_overrides"], drafter).architectures == ["DeepSeekMTPModel"]
+    assert with_fields(arguments["hf_overrides"], drafter).architectures == ["DeepSeekMTPModel"]
 
 
 def test_engines_compute_logits_in_float32_if_asked(tmp_path: Path) -> None:

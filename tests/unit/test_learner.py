@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,13 +57,7 @@ SAMPLES = [(3, 4, 1.0), (3, 2, 0.0), (1, 0, 0.5), (1, 3, 2.0)]
 ACTOR_SHIFT = 0.25  # nats by which the actor is above the reference
 MAX_RESPONSE_TOKENS = 4
 
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    """A gloo group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("world_of_one")
 
 
 class Runner:
@@ -170,6 +164,7 @@ def learner_of(
     algorithm: str = "grpo",
     scored_before: bool = True,
     turn_weight: float = 1.0,
+    of_sources: Mapping[str, Mapping[str, float]] | None = None,
     **flags: Any,
 ) -> tuple[Learner, list[tuple]]:
     log: list[tuple] = []
@@ -187,6 +182,7 @@ def learner_of(
         critic = StepCritic(LocalRole(ServedCritic(model, config.trainer, is_separate=False)))
     reference = ReferencePolicy(actor.state) if config.recipe.needs_reference else None
     rewards = RewardSpec((ENVIRONMENT, "a", "b"), (turn_weight,) * 3, None, 1.0)
+    rewards = dataclasses.replace(rewards, of_sources=of_sources or {})
     job: Any = SimpleNamespace(
         config=config,
         spec=SimpleNamespace(train_layout=LAYOUT, rewards=rewards),
@@ -224,7 +220,12 @@ def evaluated(learner: Learner, samples: Sequence[ScoredRollout]) -> StepBatch:
 def inputs_of(learner: Learner, samples: Sequence[ScoredRollout]) -> Any:
     table = held(learner, samples)
     batch = learner.with_log_probs(learner.make_batch(0, table)).actor
-    return learner._advantage_inputs(table, batch)
+    return learner.advantage_inputs(table, batch)
+
+
+def inputs_with(samples: Sequence[ScoredRollout] | None = None, **options: Any) -> Any:
+    """The inputs that a learner with these options makes of some samples."""
+    return inputs_of(learner_of(**options)[0], scored() if samples is None else samples)
 
 
 def of_samples(values: torch.Tensor) -> list[list[float]]:
@@ -237,8 +238,7 @@ def of_samples(values: torch.Tensor) -> list[list[float]]:
 
 
 def test_reward_is_at_last_generated_token():
-    learner, _ = learner_of()
-    inputs = inputs_of(learner, scored())
+    inputs = inputs_with()
     # A response of r tokens after a prompt of p is scored by positions p-1 .. p+r-2.
     assert of_samples(inputs.token_rewards) == [
         [0, 0, 0, 0, 0, 1.0, 0],
@@ -265,14 +265,14 @@ def of_two_turns() -> list[ScoredRollout]:
 
 
 def test_reward_of_turn_is_at_its_last_token():
-    learner, _ = learner_of(turn_weight=2.0)  # 2 x (0.75 + 0.25), and -0.5 of another reward
-    inputs = inputs_of(learner, of_two_turns())
+    # 2 x (0.75 + 0.25), and -0.5 of another reward
+    inputs = inputs_with(of_two_turns(), turn_weight=2.0)
     rewards, mask = of_samples(inputs.token_rewards), of_samples(inputs.loss_mask)
     assert rewards[0] == [0, 0, 1.5, 0, 0, 0.0, 0]
     assert mask[0] == [False, False, True, False, True, True, False]
     assert inputs.scores[0] == 1.5 and sum(rewards[0]) == 1.5
     assert inputs.response_lengths.tolist() == [3, 2, 0, 3]
-    assert rewards[1:] == of_samples(inputs_of(learner, scored()).token_rewards)[1:]
+    assert rewards[1:] == of_samples(inputs_with().token_rewards)[1:]
 
 
 def loss_of(
@@ -308,17 +308,15 @@ def test_advantages_of_observations_do_not_change_gradient(algorithm: str):
 
 
 def test_baselines_need_all_samples():
-    learner, _ = learner_of()
     samples = scored()
     samples[1] = dataclasses.replace(samples[1], baseline=None)
-    assert inputs_of(learner, samples).baselines is None
+    assert inputs_with(samples).baselines is None
 
 
 def test_kl_in_reward_is_subtracted_from_tokens_and_score():
-    learner, _ = learner_of(algorithm="rloo", kl_reward_coef=0.5, kl_estimator="k1")
     # k1 is old - ref: the actor is 0.25 above the reference.
     penalty = -0.5 * ACTOR_SHIFT
-    inputs = inputs_of(learner, scored())
+    inputs = inputs_with(algorithm="rloo", kl_reward_coef=0.5, kl_estimator="k1")
     assert of_samples(inputs.token_rewards) == [
         [0, 0, penalty, penalty, penalty, penalty + 1.0, 0],
         [0, 0, penalty, penalty, 0],
@@ -337,7 +335,7 @@ def test_kl_in_loss_does_not_change_rewards():
     assert batch.ref_log_probs is not None
     distances = (batch.old_log_probs - batch.ref_log_probs)[batch.loss_mask]
     assert torch.equal(distances, torch.full((9,), ACTOR_SHIFT))
-    inputs = learner._advantage_inputs(samples, batch)
+    inputs = learner.advantage_inputs(samples, batch)
     assert inputs.scores.tolist() == [1.0, 0.0, 0.5, 2.0]
     assert float(inputs.token_rewards.sum()) == 3.0
 
@@ -366,8 +364,7 @@ def test_kl_coefficient_is_adapted_once_per_step_after_use():
 
 
 def test_overlong_penalty_is_in_score_and_token_rewards():
-    learner, _ = learner_of(overlong_buffer_tokens=2)
-    inputs = inputs_of(learner, scored())
+    inputs = inputs_with(overlong_buffer_tokens=2)
     # Budget 4, buffer 2: a response of 3 tokens loses a half, one of 4 a whole.
     assert inputs.scores.tolist() == [0.0, 0.0, 0.5, 1.5]
     assert [max(s) for s in of_samples(inputs.token_rewards)] == [0.0, 0.0, 0.0, 1.5]
@@ -395,31 +392,28 @@ def truncated(*numbers: int, samples: list[ScoredRollout] | None = None) -> list
 
 def test_missing_eos_is_penalised_in_score_and_token_rewards():
     """As TRL: scores[~contain_eos_token] -= missing_eos_penalty."""
-    learner, _ = learner_of(missing_eos_penalty=0.75)
-    inputs = inputs_of(learner, truncated(0, 1))
+    inputs = inputs_with(truncated(0, 1), missing_eos_penalty=0.75)
     assert inputs.scores.tolist() == [0.25, -0.75, 0.5, 2.0]
     assert [sum(s) for s in of_samples(inputs.token_rewards)] == [0.25, -0.75, 0.0, 2.0]
 
 
 def test_missing_eos_of_greedy_response_is_penalised_as_that_of_samples():
     flags = {"kl_reward_coef": 0.0, "missing_eos_penalty": 0.75, "overlong_buffer_tokens": 2}
-    learner, _ = learner_of(algorithm="remax", **flags)
     samples = truncated(0, 3)
     greedy = [dataclasses.replace(each.rollout, text="greedy") for each in samples]
     samples = [
         *with_baselines([*samples[:2], ScoredRollout(greedy[0], 1.0)], [2])[:2],
         *with_baselines([*samples[2:], ScoredRollout(greedy[2], 0.5)], [2])[:2],
     ]
-    inputs = inputs_of(learner, samples)
+    inputs = inputs_with(samples, algorithm="remax", **flags)
     # The greedy responses have the tokens of samples 0, which is cut, and 2, which is not.
     assert inputs.baselines.tolist() == [-0.75, -0.75, 0.5, 0.5]
     assert inputs.scores[0] == inputs.baselines[0], "they are equal"
 
 
 def test_rewards_are_clipped_before_penalties():
-    learner, _ = learner_of(reward_clip=0.75, missing_eos_penalty=1.0)
     samples = scored([(3, 4, 1.0), (3, 2, -9.0), (1, 0, 0.5), (1, 3, 2.0)])
-    inputs = inputs_of(learner, truncated(3, samples=samples))
+    inputs = inputs_with(truncated(3, samples=samples), reward_clip=0.75, missing_eos_penalty=1.0)
     assert inputs.scores.tolist() == [0.75, -0.75, 0.5, -0.25]
     assert [sum(s) for s in of_samples(inputs.token_rewards)] == [0.75, -0.75, 0.0, -0.25]
 
@@ -441,14 +435,6 @@ def test_truncated_samples_are_compared_but_not_trained_on(algorithm: str):
         assert not any(returns[0] + returns[3]) and any(returns[1])
 
 
-def test_groups_of_truncated_samples_are_spread_over_mini_batches():
-    learner, _ = learner_of(num_mini_batches=2, mask_truncated=True)
-    samples = truncated(4, 5, 6, 7, samples=scored([(1, 1, float(n)) for n in range(8)]))
-    for step in range(8):
-        first, _ = learner.make_batch(step, held(learner, samples)).actor.sample_ids.split(4)
-        assert (first >= 4).sum() == 2
-
-
 def with_parts(samples: list[ScoredRollout]) -> list[ScoredRollout]:
     """Two rewards whose sum is the same in the first group."""
     parts = [(1.0, 0.0), (0.0, 1.0), (0.5, 0.0), (1.0, 1.0)]
@@ -460,22 +446,21 @@ def with_parts(samples: list[ScoredRollout]) -> list[ScoredRollout]:
 
 def test_gdpo_learns_from_groups_of_equal_sums():
     samples = with_parts(scored())
-    inputs = inputs_of(learner_of(advantage="gdpo", turn_weight=3.0)[0], samples)
+    inputs = inputs_with(samples, advantage="gdpo", turn_weight=3.0)
     assert inputs.reward_parts.tolist() == [[1, 0], [0, 1], [0.5, 0], [1, 1]]
     assert inputs.reward_weights.tolist() == [[3.0, 3.0]] * 4
     learner, _ = learner_of(advantage="gdpo")
-    assert learner._informative_groups(held(learner, samples)).tolist() == [True, True]
+    assert learner.informative_groups(held(learner, samples)).tolist() == [True, True]
     learner, _ = learner_of()
-    assert learner._informative_groups(held(learner, samples)).tolist() == [False, True]
+    assert learner.informative_groups(held(learner, samples)).tolist() == [False, True]
     learner, _ = learner_of(advantage="gdpo", turn_weight=0.0)  # that of all rewards
-    assert learner._informative_groups(held(learner, samples)).tolist() == [False, False]
+    assert learner.informative_groups(held(learner, samples)).tolist() == [False, False]
 
 
 def test_gdpo_weighs_rewards_by_the_source_of_a_sample():
     """The second source does not have the reward b."""
-    learner, _ = learner_of(advantage="gdpo", turn_weight=3.0)
     of_sources = {"one": {"a": 1.0, "b": -2.0}, "two": {"a": 0.5}}
-    learner._rewards = dataclasses.replace(learner._rewards, of_sources=of_sources)
+    learner, _ = learner_of(advantage="gdpo", turn_weight=3.0, of_sources=of_sources)
     learner.source_keys = lambda prompts: ["one" if each == 0 else "two" for each in prompts]
     samples = with_parts(scored())
     samples[2:] = [dataclasses.replace(each, parts={"a": each.parts["a"]}) for each in samples[2:]]
@@ -522,16 +507,6 @@ def test_prompt_with_failed_greedy_response_is_not_trained_on():
     assert all(value == 0 for found, _ in parts[:2] for value in found)
     assert parts[2][0] == parts[2][1] and parts[3][0] == parts[3][1] and any(parts[3][0])
     assert batch.loss_mask.sum() == 3
-
-
-def test_groups_without_two_rewards_are_spread_over_mini_batches():
-    learner, _ = learner_of(num_mini_batches=2)
-    samples = scored([(1, 1, float(number)) for number in range(8)])
-    # The last two groups have nothing to compare: each mini-batch gets one of them.
-    samples = without_rewards(5, 6, 7, samples=samples)
-    for step in range(8):
-        first, _ = learner.make_batch(step, held(learner, samples)).actor.sample_ids.split(4)
-        assert (first >= 4).sum() == 2
 
 
 def test_valid_samples_are_sent_to_ranks_of_critic():
@@ -752,6 +727,33 @@ def test_updates_visit_mini_batches_once_per_epoch_critic_first():
     assert halves in epochs and halves[::-1] in epochs
 
 
+def of_rewards(*rewards: float) -> list[ScoredRollout]:
+    return scored([(1, 1, reward) for reward in rewards])
+
+
+@pytest.mark.parametrize(
+    ("flags", "samples", "num_orders"),
+    [
+        # Dynamic sampling leaves them at the end of the step.
+        ({}, of_rewards(*(1.0, 0.0) * 4, *(1.0, 1.0) * 4), 6),
+        # The last two groups have nothing to compare.
+        ({}, without_rewards(5, 6, 7, samples=of_rewards(*range(8))), 2),
+        ({"mask_truncated": True}, truncated(4, 5, 6, 7, samples=of_rewards(*range(8))), 2),
+    ],
+    ids=["equal rewards", "without two rewards", "truncated"],
+)
+def test_groups_that_teach_nothing_are_spread_over_mini_batches(flags, samples, num_orders):
+    """They are the second half of the step, and then half of each mini-batch."""
+    learner, _ = learner_of(num_mini_batches=2, **flags)
+    half, orders = len(samples) // 2, set()
+    for step in range(20):
+        batch = learner.make_batch(step, held(learner, samples))
+        first, second = batch.actor.sample_ids.split(half)
+        assert (first < half).sum() == (second < half).sum() == half // 2
+        orders.add(tuple(first.sort().values.tolist()))
+    assert len(orders) >= num_orders
+
+
 def test_turn_rewards_are_not_sent_if_later_epoch_lacks_them():
     """Otherwise a rank would send rows of another width than the other ranks expect."""
     learner, _ = learner_of(num_mini_batches=2, num_epochs=2)
@@ -788,20 +790,6 @@ def test_fields_follow_samples_in_every_epoch():
                 of_sample.setdefault((name, sample), set()).add(tuple(kept.flatten().tolist()))
     assert of_sample.keys() == {(name, sample) for name in learned for sample in range(4)}
     assert all(len(seen) == 1 for seen in of_sample.values())
-
-
-def test_uninformative_groups_are_spread_over_mini_batches():
-    """Dynamic sampling leaves them at the end of the step."""
-    learner, _ = learner_of(num_mini_batches=2)
-    rewards = [1.0, 0.0] * 4 + [1.0, 1.0] * 4
-    orders = set()
-    samples = scored([(1, 1, reward) for reward in rewards])
-    for step in range(20):
-        batch = learner.make_batch(step, held(learner, samples))
-        first, second = batch.actor.sample_ids.split(8)
-        assert (first < 8).sum() == (second < 8).sum() == 4
-        orders.add(tuple(first.sort().values.tolist()))
-    assert len(orders) > 5
 
 
 def test_actor_is_not_updated_during_critic_warmup():

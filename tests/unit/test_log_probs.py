@@ -69,7 +69,7 @@ def test_blocks_of_host_memory_change_no_bit(
 ) -> None:
     options = {"dtype": dtype, "temperature": 0.7, "chunk_tokens": 8}
     whole = gradients(fused, **options)
-    monkeypatch.setattr(log_probs, "_BLOCK_BYTES", 3 * VOCAB * 4)  # three rows of seven
+    monkeypatch.setattr(log_probs, "BLOCK_BYTES", 3 * VOCAB * 4)  # three rows of seven
     for ours, theirs in zip(gradients(fused, **options), whole, strict=True):
         assert ours.equal(theirs)
 

@@ -305,7 +305,7 @@ def test_warm_up_prints_remaining_time(
 ) -> None:
     seconds = iter(range(0, 100, 2))  # a step takes two
     monkeypatch.setattr(tiny_task.time, "monotonic", lambda: next(seconds))
-    assert list(tiny_task._progress(8)) == list(range(8))
+    assert list(tiny_task.progress(8)) == list(range(8))
     assert capsys.readouterr().out.splitlines() == [
         "warm-up step 0 of 8",
         "warm-up step 2 of 8 · 18 s left",  # six steps of three seconds
@@ -318,14 +318,14 @@ def test_muon_step_has_equal_length_in_every_direction(shape: tuple[int, int]) -
     gradients = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0))
     stack = torch.nn.Parameter(torch.zeros(3, *shape))
     stack.grad = gradients.clone()
-    tiny_task._muon_step(stack, torch.zeros_like(stack), rate=1.0)
+    tiny_task.muon_step(stack, torch.zeros_like(stack), rate=1.0)
     scale = max(1.0, shape[0] / shape[1]) ** 0.5
     moved = torch.linalg.svdvals(stack.detach()) / scale
     assert moved.min() > 0.5 and moved.max() < 1.3  # of a gradient they differ more
     assert torch.all((stack.detach() * gradients).sum((1, 2)) < 0)
     alone = torch.nn.Parameter(torch.zeros(shape))
     alone.grad = gradients[1].clone()
-    tiny_task._muon_step(alone, torch.zeros_like(alone), rate=1.0)
+    tiny_task.muon_step(alone, torch.zeros_like(alone), rate=1.0)
     torch.testing.assert_close(alone, stack[1])
 
 

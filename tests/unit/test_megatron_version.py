@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.common.megatron_version import MegatronSource, _stated_version
+from mcore_rl.common.megatron_version import MegatronSource, stated_version
 from mcore_rl.megatron.model_class import AUTO, HYBRID, choose_model_class
 from tests.megatron_sources import installed_megatron, megatron_on_the_path, write_version
 
@@ -127,7 +127,7 @@ def test_environment_inside_other_checkout_has_no_commit(tmp_path: Path) -> None
 def test_version_is_read_without_execution(text: str, version: str, tmp_path: Path) -> None:
     file = tmp_path / "package_info.py"
     file.write_text(f"{text}\n")
-    assert _stated_version(file) == version
+    assert stated_version(file) == version
 
 
 @pytest.mark.parametrize("text", ["", "__version__ = f()", "MAJOR = ("])
@@ -135,7 +135,7 @@ def test_file_without_version_is_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "package_info.py"
     file.write_text(text)
     with pytest.raises(UsageError, match=f"{file} does not say which Megatron it is"):
-        _stated_version(file)
+        stated_version(file)
 
 
 SAY_CLASSES = """

@@ -21,7 +21,7 @@ from mcore_rl.batching.types import ScoredRollout, StepStats
 from mcore_rl.common.errors import UsageError
 from mcore_rl.flags.packages import check_wandb
 from mcore_rl.observe import metric_sinks
-from mcore_rl.observe.metric_sinks import COLUMNS, WandbRun, _run_id, markdown_table, table_rows
+from mcore_rl.observe.metric_sinks import COLUMNS, WandbRun, id_of_run, markdown_table, table_rows
 from mcore_rl.observe.run_directory import RunConfig, RunDirectory, read_metrics
 from tests.report_runs import HOSTILE_TEXTS, scored
 
@@ -269,8 +269,8 @@ def test_wandb_equals_metrics_jsonl(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_damaged_wandb_run_id_starts_new_run(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "wandb_run_id"
     path.write_bytes(content)
-    begun = _run_id(path, resumes=True)
-    assert begun.isalnum() and _run_id(path, resumes=True) == begun
+    begun = id_of_run(path, resumes=True)
+    assert begun.isalnum() and id_of_run(path, resumes=True) == begun
 
 
 @pytest.mark.parametrize(

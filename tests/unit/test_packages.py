@@ -95,7 +95,7 @@ def test_torch_for_cuda_serves_vllm_for_cpu_without_a_gpu() -> None:
 
 def test_library_of_the_kernels_of_vllm_for_cpu_is_checked(monkeypatch) -> None:
     assert packages.find_library_misfit(CPU) is None
-    monkeypatch.setattr(packages, "_KERNEL_LIBRARY", "libnone.so.1")
+    monkeypatch.setattr(packages, "KERNEL_LIBRARY", "libnone.so.1")
     misfit = packages.find_library_misfit(CPU)
     assert misfit is not None and "need libnone.so.1" in misfit.found
     assert "libnuma1" in misfit.remedy
@@ -142,7 +142,7 @@ def test_admitted_torch_is_shown_wherever_versions_are(
     here = versions.installed_versions()
     found = versions.check_versions(here, Gpus(), torch_cuda=None, vllm_wants={})
     assert [finding.found for finding in found if finding.level == "yellow"] == [note]
-    assert recorder._versions()["MCORE_RL_ADMIT_TORCH"] == "2.13.0"
+    assert recorder.versions_of_run()["MCORE_RL_ADMIT_TORCH"] == "2.13.0"
     patch = Patch("of torch", "", lambda: None, packages=("torch",), versions="==2.12.0")
     assert apply_patch(patch) and doctor_patches._is_to_apply(patch, apply=False)
     monkeypatch.delenv("MCORE_RL_ADMIT_TORCH")

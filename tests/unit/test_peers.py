@@ -42,7 +42,7 @@ class Listener:
         with contextlib.suppress(OSError):  # it was sent away
             self._client.sendall(goodbye)
             self._client.shutdown(socket.SHUT_WR)
-        self.node._watch()
+        self.node.watch()
         assert self._failed.is_set() == (self.node.failed is not None)
         return self.node.failed
 
@@ -106,12 +106,12 @@ def test_any_message_is_failure_of_peer_or_rejected(hello, goodbye):
 
 def test_strangers_do_not_block_peers(monkeypatch):
     """One sends nothing, one lacks the secret; afterwards no connection is accepted."""
-    monkeypatch.setattr(peers, "_MESSAGE_SECONDS", 0.5)
+    monkeypatch.setattr(peers, "MESSAGE_SECONDS", 0.5)
     store = dist.HashStore()
     nodes = [Peers(rank, 2, lambda: None) for rank in range(2)]
     host = threading.Thread(target=nodes[0].connect, args=(store, "127.0.0.1"))
     host.start()
-    address = "127.0.0.1", json.loads(store.get(peers._KEY))[0]
+    address = "127.0.0.1", json.loads(store.get(peers.STORE_KEY))[0]
     with socket.create_connection(address), socket.create_connection(address) as liar:
         liar.sendall(line([SECRET, 1, "elsewhere"]) + line(GOODBYE))
         nodes[1].connect(store, "127.0.0.1")
@@ -126,6 +126,6 @@ def test_strangers_do_not_block_peers(monkeypatch):
 
 
 def test_missing_peers_cause_warning(monkeypatch, caplog):
-    monkeypatch.setattr(peers, "_CONNECT_SECONDS", 0.1)
+    monkeypatch.setattr(peers, "CONNECT_SECONDS", 0.1)
     Peers(0, 3, lambda: None).connect(dist.HashStore(), "127.0.0.1")
     assert "2 other(s)" in caplog.text and "reach each other on all ports" in caplog.text

@@ -14,7 +14,7 @@ from mcore_rl.job.facts import Refusals, Source
 from mcore_rl.job.reading import make_parser
 from mcore_rl.job.resolver import examine
 from mcore_rl.planner.plan import plan_case
-from mcore_rl.tools.plan.command_line import _read_shape, read_command_line
+from mcore_rl.tools.plan.command_line import read_command_line, read_named_shape
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +50,7 @@ def assert_accepted(config: Path, world_size: int, flags: Sequence[str]) -> None
         platform=GPUS,
         world_size=world_size,
         parser=parser(),
-        read_shape=functools.partial(_read_shape, str(config)),
+        read_shape=functools.partial(read_named_shape, str(config)),
         has_files=False,
         has_engine=False,
     )

@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from mcore_rl.common.errors import UsageError
-from mcore_rl.data.prompt_cache import _LIBRARIES, _content_key, tokenised_table
+from mcore_rl.data.prompt_cache import LIBRARIES, content_key, tokenised_table
 from mcore_rl.data.prompt_file import PromptSource
 from mcore_rl.data.tokenizer import load_tokenizer
 from tests.unit.test_data import TEMPLATE, save_tokenizer, write_lines
@@ -34,7 +34,7 @@ def test_versions_cover_imports_of_tokenizers():
     ]
     found = set(re.findall(r"^ *(?:import|from) ([A-Za-z]\w*)", "\n".join(texts), re.MULTILINE))
     names = {DISTRIBUTIONS.get(name, name) for name in found - sys.stdlib_module_names - OTHERS}
-    assert {"regex", "mistral_common", "jinja2"} <= names <= {*_LIBRARIES}
+    assert {"regex", "mistral_common", "jinja2"} <= names <= {*LIBRARIES}
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_cache_key_follows_versions(library, trust_remote_code, is_read, tmp_pat
         (installed / "METADATA").write_text(f"Name: {library}\nVersion: {version}\n")
         with monkeypatch.context() as patched:
             patched.syspath_prepend(installed.parent)
-            keys.add(_content_key(source, folder))
+            keys.add(content_key(source, folder))
     assert len(keys) == (2 if is_read else 1)
 
 

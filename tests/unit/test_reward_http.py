@@ -38,7 +38,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch):
-    monkeypatch.setattr(reward_http, "_FIRST_BACKOFF_SECONDS", 0.02)
+    monkeypatch.setattr(reward_http, "FIRST_BACKOFF_SECONDS", 0.02)
 
 
 def ask(url: str, *answers: str, timeout_seconds: float = 5.0, **options: int) -> list[Outcome]:
@@ -208,11 +208,11 @@ def test_broken_connection_is_retried(server):
 
 
 def test_retry_waits_grow_up_to_the_time_limit(monkeypatch):
-    monkeypatch.setattr(reward_http, "_FIRST_BACKOFF_SECONDS", 0.5)
+    monkeypatch.setattr(reward_http, "FIRST_BACKOFF_SECONDS", 0.5)
     (spec,) = rewards_of("http", reward_url="http://127.0.0.1:9/").servers
     reward = ServerReward(spec, timeout_seconds=3.0)
     for attempt, longest in ((1, 0.5), (2, 1.0), (3, 2.0), (4, 3.0), (5, 3.0), (9999, 3.0)):
-        waits = {reward._backoff_seconds(attempt) for _ in range(100)}
+        waits = {reward.backoff_seconds(attempt) for _ in range(100)}
         assert len(waits) > 90 and longest / 2 <= min(waits) and max(waits) <= longest
 
 

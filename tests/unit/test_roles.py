@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import NoReturn
@@ -27,7 +27,6 @@ from mcore_rl.job import controllers
 from mcore_rl.job.validation import world_of_size
 from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, ROLLOUT, Roles, describe_ranks, parse_roles
 from mcore_rl.trainer.job import enter_role
-from mcore_rl.trainer.roles import remote
 from mcore_rl.trainer.roles.remote import Bridge, JointGroup, LocalRole, Message, RemoteRole, serve
 from mcore_rl.trainer.roles.samples import table_to_tensors, tensors_to_table
 from tests.held import table_of, tokens_of, train_batch
@@ -182,14 +181,6 @@ class Teacher:
         """Returns nothing."""
 
 
-@pytest.fixture
-def world_of_one() -> Iterator[None]:
-    """The process group of the actor's only rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def apart(num_ranks: int, ask: Callable[[RemoteRole], object]) -> tuple[object, list[str]]:
     """The result of `ask` with a teacher on other ranks, and the errors of these ranks."""
     near, *far = bridge_ends(num_ranks)
@@ -281,12 +272,13 @@ def test_lost_controller_is_named_with_its_signal(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
     monkeypatch.setattr(agreement, "_has_cause", threading.Event())
     monkeypatch.setattr(agreement, "_cause", [])
-    monkeypatch.setattr(controllers, "_GRACE_SECONDS", 0.0)
+    monkeypatch.setattr(controllers, "GRACE_SECONDS", 0.0)
     monkeypatch.setattr(os, "_exit", exit_codes.append)
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     process.kill()
-    controllers._end_with_controller(process, 3)
-    said = remote._gone("Connection closed by peer")
+    controllers.end_with_controller(process, 3)
+    said = agreement.known_cause()
+    assert said is not None
     assert exit_codes == [1]
     assert said.startswith("controller 3 of --rl-rollout-servers ended by SIGKILL")
     agreement.leave_reason("RuntimeError: Connection closed by peer")  # as a rank that misses it

@@ -56,7 +56,7 @@ def varied(group: Sequence[ScoredRollout], parameters: Parameters) -> Drop | Non
 def registered() -> Iterator[None]:
     group_filter("varied", reasons=["equal"])(varied)
     yield
-    del registry._GROUP_FILTERS["varied"]
+    del registry.GROUP_FILTERS["varied"]
 
 
 @dataclass(frozen=True)

@@ -153,10 +153,10 @@ def test_samples_stay_with_those_who_sampled(sample_store: SampleStore) -> None:
 @pytest.mark.parametrize("stage", [0, 1, None])
 def test_tokens_are_the_same_after_their_way(sample_store: SampleStore, stage: int | None) -> None:
     routes = Routes(drawn(4), np.array([True, False, True, True]))
-    data = sample_store._packed(sample_of(routes, first=300), stage)
-    assert len(data) == 5 * sample_store._width(stage)
+    data = sample_store.pack(sample_of(routes, first=300), stage)
+    assert len(data) == 5 * sample_store.bytes_per_token(stage)
     # Where it lies in a message is all the same.
-    found = sample_store._unpacked(np.concatenate([data[:1], data])[1:], 5, stage)
+    found = sample_store.unpack(np.concatenate([data[:1], data])[1:], 5, stage)
     assert found.token_ids.tolist() == [300, 301, 302, 70_000, 70_001]
     assert found.is_generated.tolist() == [False] * 3 + [True] * 2
     assert found.log_probs.tolist() == [0.0, 0.0, 0.0, -0.5, -0.25]
@@ -188,10 +188,10 @@ def test_candidates_are_the_same_after_their_way(sample_store: SampleStore, is_e
         num_response, top = 0, TopTokens(np.empty((0, 3)), np.empty((0, 3)))
     else:
         rollout = dataclasses.replace(sample.rollout, top_tokens=top)
-    data = sample_store._packed(ScoredRollout(rollout, 1.0), 0)
+    data = sample_store.pack(ScoredRollout(rollout, 1.0), 0)
     length = 3 + num_response
-    assert len(data) == length * sample_store._width(0) + num_response * 3 * 8
-    found = sample_store._unpacked(np.concatenate([data[:1], data])[1:], length, 0)
+    assert len(data) == length * sample_store.bytes_per_token(0) + num_response * 3 * 8
+    found = sample_store.unpack(np.concatenate([data[:1], data])[1:], length, 0)
     assert found.token_ids.tolist() == [0, 1, 2, 70_000, 70_001][:length]
     assert found.routes is not None and found.routes.known.all() == (not is_empty)
     assert found.top_tokens is not None
@@ -204,9 +204,9 @@ def test_candidates_are_the_same_after_their_way(sample_store: SampleStore, is_e
 def test_sample_without_its_candidates_is_an_error(sample_store: SampleStore) -> None:
     sample_store.num_top = 3
     with pytest.raises(AssertionError, match="than 3 at each position"):
-        sample_store._packed(sample_of(None), None)
+        sample_store.pack(sample_of(None), None)
     failed = dataclasses.replace(sample_of(None).rollout, failure="no server")
-    sample_store._packed(ScoredRollout(failed, 1.0), None)
+    sample_store.pack(ScoredRollout(failed, 1.0), None)
 
 
 def test_ranks_of_an_engine_that_sampled_otherwise_are_an_error(sample_store: SampleStore) -> None:

@@ -29,6 +29,7 @@ from mcore_rl.data.prompt_cache import SCHEMA
 from mcore_rl.data.prompts import PromptSources
 from mcore_rl.data.source_position import Begin, changes_between, continued
 from mcore_rl.job import start as start_module
+from mcore_rl.megatron import saving as megatron_checkpoint
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.branch import Branch
@@ -37,19 +38,19 @@ from mcore_rl.rollout.segments import OpenGroup
 from mcore_rl.trainer import saver as saver_module
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.point import (
-    _log_dropped,
-    _with_known_prompts,
+    log_dropped,
     lost_reference,
     misplaced_optimizer,
     warn_of_other_demonstrations,
+    with_known_prompts,
 )
 from mcore_rl.trainer.resume.save_rule import MINUTES, SaveRule, scores_of
 from mcore_rl.trainer.resume.trainer_state import (
     LOADED,
     TrainerState,
-    _random_states,
-    _rows_of,
-    _state,
+    load_trainer_state,
+    read_facts,
+    read_random_states,
     read_trainer_state,
 )
 from mcore_rl.trainer.saver import RunSaver
@@ -84,6 +85,7 @@ def make_saver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     """Make the saver of a run whose actor and critic write empty checkpoints, with a value for each
     flag."""
     monkeypatch.setattr(saver_module, "begin_checkpoint", Checkpoint)
+    monkeypatch.setattr(saver_module.background, "reserve", lambda state: None)
     monkeypatch.setattr(RunSaver, "_writers", lambda *_: [])
     monkeypatch.setattr(saver_module.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(saver_module.objects, "broadcast", lambda mine: mine)
@@ -97,6 +99,8 @@ def saver_in(
     retain: int | None = None,
     is_async: bool = False,
     loaded: int | None = None,
+    branch: Branch | None = None,
+    saved: Callable[[], object] = lambda: None,
 ) -> RunSaver:
     nothing: dict[str, Any] = dict.fromkeys(("prompts", "eval_prompts"))
     args = Namespace(save=str(folder), save_retain_interval=retain, async_save=is_async)
@@ -107,11 +111,11 @@ def saver_in(
         SimpleNamespace(args=args, config=config, spec=spec),  # type: ignore[arg-type]
         state=SimpleNamespace(iteration=0),  # type: ignore[arg-type]
         learner=SimpleNamespace(critic=CriticOnDisk()),  # type: ignore[arg-type]
-        rollouts=SimpleNamespace(saved=lambda: None),  # type: ignore[arg-type]
+        rollouts=SimpleNamespace(saved=saved),  # type: ignore[arg-type]
         timers=StageTimers(),
         has_loaded=False,
         began_with="",
-        branch=None,
+        branch=branch,
         day="2026-01-01",
         log=None,
         **nothing,
@@ -199,9 +203,9 @@ def read_only(*_: object) -> None:
 def test_save_in_the_background_is_completed_by_a_later_one(tmp_path, make_saver, monkeypatch):
     """Until then neither the bank nor an older checkpoint loses anything."""
     monkeypatch.setattr(Checkpoint, "in_background", True)
-    saver, saved = make_saver(interval=10, is_async=True), []
-    monkeypatch.setattr(saver._rollouts, "saved", lambda: saved.append(steps(tmp_path)[0]))
-    monkeypatch.setattr(saver_module.background, "reserve", lambda state: None)
+    saved: list[list[int]] = []
+    note = lambda: saved.append(steps(tmp_path)[0])  # noqa: E731
+    saver = make_saver(interval=10, is_async=True, saved=note)
     saver.save_if_due(9)
     saver.save_if_due(12)
     assert steps(tmp_path) == ([], [10]) and not saved
@@ -211,13 +215,12 @@ def test_save_in_the_background_is_completed_by_a_later_one(tmp_path, make_saver
     assert steps(tmp_path)[0] == [20, 10] and saved == [[10], [20, 10]]
 
 
-def test_bank_knows_of_a_checkpoint_before_groups_are_removed(tmp_path, saver, monkeypatch):
+def test_bank_knows_of_a_checkpoint_before_groups_are_removed(tmp_path, make_saver):
     """Otherwise a start from an earlier one could find the groups that are left."""
     known = []
     branch = Branch("6f1c", 0)
-    monkeypatch.setattr(saver, "_branch", branch)
     saved = lambda: known.append(Branch.of_start(tmp_path / "bank", "6f1c", 19).name)  # noqa: E731
-    monkeypatch.setattr(saver._rollouts, "saved", saved)
+    saver = make_saver(interval=10, retain=100, branch=branch, saved=saved)
     branch.write(tmp_path / "bank")
     assert Branch.of_start(tmp_path / "bank", "6f1c", 0) == branch
     saver.save(20)
@@ -264,12 +267,12 @@ def row_of(facts: dict[str, Any]) -> torch.Tensor:
 
 def test_state_of_an_older_version_is_read_unless_a_field_is_missing():
     facts = dataclasses.asdict(TrainerState(3, "TP1", weight_version=7, began_with="ab12"))
-    assert _state(row_of(facts), Path("there")).began_with == "ab12"
+    assert read_facts(row_of(facts), Path("there")).began_with == "ab12"
     del facts["began_with"]
-    assert _state(row_of(facts), Path("there")) == TrainerState(3, "TP1", weight_version=7)
+    assert read_facts(row_of(facts), Path("there")) == TrainerState(3, "TP1", weight_version=7)
     del facts["weight_version"]
     with pytest.raises(RuntimeError, match="another version .* \\['weight_version'\\] less"):
-        _state(row_of(facts), Path("there"))
+        read_facts(row_of(facts), Path("there"))
 
 
 @pytest.mark.parametrize(
@@ -286,15 +289,15 @@ def test_state_of_an_older_version_is_read_unless_a_field_is_missing():
 def test_state_with_invalid_values_is_refused(fact, value):
     facts = dataclasses.asdict(TrainerState(3, "TP1")) | {fact: value}
     with pytest.raises(UsageError, match=f"there does not hold .*{fact}.*load another"):
-        _state(row_of(facts), Path("there"))
+        read_facts(row_of(facts), Path("there"))
 
 
 def resumed_with(before: PromptSources, now: PromptSources, choice: str) -> TrainerState:
     state = TrainerState(3, "TP1", prompts=before.fingerprint).drawing(12, before.begin)
-    stored_state = _state(row_of(dataclasses.asdict(state)), Path("there"))
+    stored_state = read_facts(row_of(dataclasses.asdict(state)), Path("there"))
     assert stored_state == state
     config = RLConfig.of(prompts="a.jsonl,b.jsonl", on_changed_prompts=choice)
-    return _with_known_prompts(stored_state, config, now, None)
+    return with_known_prompts(stored_state, config, now, None)
 
 
 def test_other_sources_need_a_choice_which_keeps_or_drops_positions():
@@ -336,7 +339,7 @@ def test_other_demonstrations_beside_a_resumed_run_are_noticed(before: str, capl
     rows = Demonstrations(SCHEMA.empty_table(), 64)
     known = {"the same": rows.fingerprint, "others": rows.fingerprint + "0", "none": ""}
     state = TrainerState(3, "TP1", demonstrations=known[before])
-    stored_state = _state(row_of(dataclasses.asdict(state)), Path("there"))
+    stored_state = read_facts(row_of(dataclasses.asdict(state)), Path("there"))
     warn_of_other_demonstrations(stored_state, rows)
     warns = "--rl-sft-demonstrations are others than before step 3" in caplog.text
     assert warns == (before == "others")
@@ -352,7 +355,7 @@ def test_sources_of_an_unreadable_checkpoint_begin_again(text):
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"5", b"[" * 100_000, b"\xff"])
 def test_malformed_state_is_refused(content):
     with pytest.raises(UsageError, match="there does not hold the state of a trainer"):
-        _state(stored(content), Path("there"))
+        read_facts(stored(content), Path("there"))
 
 
 @pytest.mark.parametrize(
@@ -381,9 +384,10 @@ def test_checkpoint_without_rows_of_facts_is_refused(tensors, tmp_path):
         {"facts": torch.zeros(1, 8)},
     ],
 )
-def test_malformed_rows_are_refused(rows):
+def test_malformed_rows_are_refused(rows, monkeypatch):
+    monkeypatch.setattr(megatron_checkpoint, "load_tensors", lambda folder: rows)
     with pytest.raises(UsageError, match="there does not hold the state of a trainer .*facts"):
-        _rows_of(rows, "facts", Path("there"))
+        load_trainer_state(Path("there"))
 
 
 def mutated_states() -> dict[str, dict[str, torch.Tensor]]:
@@ -415,16 +419,16 @@ def test_invalid_random_states_are_refused():
     random.gauss(0, 1)
     sound = RngState.capture().to_tensors()
     before = {name: value.clone() for name, value in sound.items()}
-    found = _random_states(stored(safetensors.torch.save(sound)), Path("there"))
+    found = read_random_states(stored(safetensors.torch.save(sound)), Path("there"))
     found.restore()
     message = "there does not hold random states .*load another checkpoint, or give --no-load-rng"
     for what, tensors in mutated_states().items():
         with pytest.raises(UsageError, match=message):
-            _random_states(stored(safetensors.torch.save(tensors)), Path("there"))
+            read_random_states(stored(safetensors.torch.save(tensors)), Path("there"))
             pytest.fail(what)
     for blob in (b"", b"{}", bytes(100), safetensors.torch.save(sound)[:-3]):
         with pytest.raises(UsageError, match="does not hold random states"):
-            _random_states(stored(blob), Path("there"))
+            read_random_states(stored(blob), Path("there"))
     # Checks neither draw numbers nor restore a state.
     after = RngState.capture().to_tensors()
     assert all(before[name].equal(after[name]) for name in before)
@@ -478,13 +482,13 @@ def test_main_program_is_the_imported_module(monkeypatch):
 
 def test_groups_that_other_prompts_drop_are_counted(tmp_path, caplog):
     folder = tmp_path / "iter_0000003"
-    _log_dropped(folder)
+    log_dropped(folder)
     assert not caplog.messages
     write_groups([OpenGroup.new(draw, 2) for draw in (4, 7)], folder / "rollout", 0)
     write_groups([OpenGroup.new(5, 2)], folder / "rollout", 1)
     # Two had not started.
     SamplingState(9, dict.fromkeys(range(4, 9), 3), 3).write(folder / "rollout")
-    _log_dropped(folder)
+    log_dropped(folder)
     (said,) = caplog.messages
     assert f"5 groups in {folder}" in said and "are dropped" in said
 

@@ -16,22 +16,22 @@ from mcore_rl.rollout.branch import Branch
 from mcore_rl.trainer import sampling as sampling_module
 from mcore_rl.trainer.resume.point import ResumePoint
 from mcore_rl.trainer.resume.trainer_state import TrainerState
-from mcore_rl.trainer.sampling import Start, _environment_facts, bank_folder, branch_of
+from mcore_rl.trainer.sampling import Start, bank_folder, branch_of, environment_facts
 
 
 def test_bank_is_told_by_the_classes_and_limits_of_environments() -> None:
     spec = EnvironmentSpec("tasks.chess:Chess", 1.0, of_sources={"b": "tasks.go:Go", "a": "none"})
-    facts = _environment_facts(spec)
+    facts = environment_facts(spec)
     others = [
         replace(spec, name="tasks.chess:Blitz"),
         replace(spec, of_sources={"b": "tasks.go:Go"}),
         replace(spec, max_turns=9),
         replace(spec, max_turn_tokens=9),
     ]
-    assert all(_environment_facts(each) != facts for each in others) and facts
-    assert _environment_facts(replace(spec, name="moved.py:Chess")) == facts
-    assert _environment_facts(replace(spec, of_sources={**spec.of_sources}, max_open=3)) == facts
-    assert _environment_facts(None) == []
+    assert all(environment_facts(each) != facts for each in others) and facts
+    assert environment_facts(replace(spec, name="moved.py:Chess")) == facts
+    assert environment_facts(replace(spec, of_sources={**spec.of_sources}, max_open=3)) == facts
+    assert environment_facts(None) == []
 
 
 def test_engines_are_told_what_the_run_began_with() -> None:

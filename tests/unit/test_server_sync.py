@@ -384,7 +384,7 @@ def test_update_within_a_stage_is_counted_once(waiting, stage):
 
 
 def test_health_watch_names_the_server_that_does_not_answer(monkeypatch):
-    monkeypatch.setattr(engine_client, "_PAUSE_SECONDS", 0.005)
+    monkeypatch.setattr(engine_client, "PAUSE_SECONDS", 0.005)
     with fake_servers(2) as found:
         clients = [HTTPEngineClient(each.url, 60) for each in found]
         with HealthWatch(clients) as watch:

@@ -226,7 +226,7 @@ def test_calls_are_answered_between_steps_of_engines() -> None:
 
 
 def test_steps_between_calls_are_those_of_engines() -> None:
-    assert STEPS_BETWEEN_SCHEDULES == stream._STEPS_BETWEEN_SCHEDULES
+    assert STEPS_BETWEEN_SCHEDULES == stream.STEPS_BETWEEN_SCHEDULES
 
 
 def test_update_recomputes_tokens_of_running_requests() -> None:

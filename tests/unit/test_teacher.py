@@ -47,7 +47,7 @@ SAMPLES = [np.array(tokens, dtype=np.int32) for tokens in ([3, 1, 4, 1], [5], [9
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScoringServer]:
-    monkeypatch.setattr(prompt_scores, "_FIRST_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(prompt_scores, "FIRST_PAUSE_SECONDS", 0.01)
     with scoring_server() as found:
         yield found
 

@@ -91,5 +91,5 @@ def test_a_landing_is_noted_once(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(tiers, "LANDED", record)
     monkeypatch.setattr(tiers, "_git", lambda *_: "1" * 40 + "\n")
     for _ in range(2):
-        tiers._note_landing()
+        tiers.note_landing()
         assert json.loads(record.read_text()) == {"commit": "1" * 40, "landings": 5}

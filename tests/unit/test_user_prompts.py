@@ -12,7 +12,7 @@ from mcore_rl.data import user_prompts
 
 @pytest.fixture
 def source(monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setitem(user_prompts._SOURCES, "sums", lambda: [{"prompt": "1+1=", "answer": 2}])
+    monkeypatch.setitem(user_prompts.SOURCES, "sums", lambda: [{"prompt": "1+1=", "answer": 2}])
     return "sums"
 
 

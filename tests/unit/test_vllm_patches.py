@@ -360,4 +360,4 @@ def test_text_model_of_qwen3_5_needs_the_patch():
     ],
 )
 def test_ranks_wait_in_shared_memory_if_each_has_a_core(affinities, num_cores, num_ranks, expected):
-    assert shared_memory_names._has_cores(affinities, num_cores, num_ranks) is expected
+    assert shared_memory_names.has_cores(affinities, num_cores, num_ranks) is expected

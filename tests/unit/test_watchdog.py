@@ -123,8 +123,8 @@ def test_stuck_rank_is_ended_with_its_stack(capsys):
 @pytest.mark.slow
 def test_other_ranks_are_asked_and_one_rank_reports(capsys, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    monkeypatch.setattr(watchdog, "_ASK_SECONDS", 0.3)
-    monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 5.0)
+    monkeypatch.setattr(watchdog, "ASK_SECONDS", 0.3)
+    monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 5.0)
     store = HashStore()
     ranks = [Rank(rank, store, limit, 4) for rank, limit in enumerate((0.5, 60, 0.5))]
     threads = [
@@ -167,7 +167,7 @@ class StoreOfReporter:
 
 
 def test_rank_ignores_a_store_that_ended_with_the_reporting_rank(capsys, monkeypatch):
-    monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(watchdog, "ANSWER_SECONDS", 0.1)
     store = StoreOfReporter()
     rank = Rank(2, store, limit=0.5, world_size=3)
     rank.stage()

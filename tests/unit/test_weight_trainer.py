@@ -33,7 +33,7 @@ def over() -> Iterator[threading.Event]:
 
 @pytest.fixture(autouse=True)
 def little_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(module, "GRACE_SECONDS", 0.05)
 
 
 @pytest.mark.usefixtures("alone")
@@ -100,5 +100,5 @@ def test_update_is_not_begun_again_once_the_trainer_has_given_up(closed_by, expe
         pause=record("pause"), start_weight_update=start, update_weights=record("end")
     )
     with contextlib.suppress(RuntimeError):
-        module._start_update("keep", is_closed, engine)
+        module.start_update("keep", is_closed, engine)
     assert calls == expected

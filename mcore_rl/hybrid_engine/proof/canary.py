@@ -127,8 +127,8 @@ class Canary:
     def _result(self, of_engines: Sequence[_Differences], weight_version: int) -> CanaryResult:
         return CanaryResult(
             weight_version=weight_version,
-            mean_abs_differences=_worst([means for means, _ in of_engines]),
-            max_abs_differences=_worst([maxima for _, maxima in of_engines]),
+            mean_abs_differences=worst_of([means for means, _ in of_engines]),
+            max_abs_differences=worst_of([maxima for _, maxima in of_engines]),
             tolerance=self._tolerance,
         )
 
@@ -154,6 +154,6 @@ def differences(ours: Sequence[ArrayLike], theirs: Sequence[ArrayLike]) -> _Diff
     return [float(d.mean()) for d in apart], [float(d.max()) for d in apart]
 
 
-def _worst(by_rank: Sequence[Sequence[float]]) -> tuple[float, ...]:
+def worst_of(by_rank: Sequence[Sequence[float]]) -> tuple[float, ...]:
     """Return each prompt's maximum over the ranks; a nan is the largest."""
     return tuple(float(value) for value in np.max(np.array(by_rank), axis=0))

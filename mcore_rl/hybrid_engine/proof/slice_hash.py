@@ -42,10 +42,10 @@ import torch
 from mcore_rl.model.boxes import Box
 
 LANE_BYTES = 8
-_CHUNK_BYTES = 1 << 18  # with its intermediate results, it stays in a core's second-level cache
-_DEVICE_CHUNK_BYTES = 16 << 20  # few launches, small compared with a bucket
+CHUNK_BYTES = 1 << 18  # with its intermediate results, it stays in a core's second-level cache
+DEVICE_CHUNK_BYTES = 16 << 20  # few launches, small compared with a bucket
 _ROTATIONS = 4096  # positions where the weights of a tensor may start
-_SMALL_BYTES = 1 << 16  # up to this size, hashing all costs less than choosing rows
+SMALL_BYTES = 1 << 16  # up to this size, hashing all costs less than choosing rows
 _MODULUS = 1 << 64
 _BITS_OF = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 HostBits = npt.NDArray[Any]
@@ -68,7 +68,7 @@ class Sample:
 
     def rows(self, first: int, last: int) -> range:
         """Return the sampled rows of the half-open range `first` to `last`."""
-        chosen = (_name_number(self.tensor) + self.weight_version) % self.period
+        chosen = (name_number(self.tensor) + self.weight_version) % self.period
         return range(first + (chosen - first) % self.period, last, self.period)
 
 
@@ -116,7 +116,7 @@ class Place:
         self._per_lane = LANE_BYTES // itemsize
         self._lanes = range(first // self._per_lane, -(-last // self._per_lane))
         self._before, self._after = first % self._per_lane, -last % self._per_lane
-        self._is_small = not self._leading or math.prod(shape) * itemsize <= _SMALL_BYTES
+        self._is_small = not self._leading or math.prod(shape) * itemsize <= SMALL_BYTES
 
     def rows(self, sample: Sample | None) -> range:
         """Return the rows to hash along the last dimension but one, in the tensor's coordinates."""
@@ -153,7 +153,7 @@ class Place:
             return 0
         lanes = self._lanes_of(bits.reshape(-1, self._columns))
         c, d, r = self._weights(key, rows)
-        step = max(1, _CHUNK_BYTES // (len(self._lanes) * LANE_BYTES))
+        step = max(1, CHUNK_BYTES // (len(self._lanes) * LANE_BYTES))
         if len(lanes) <= step:
             by_row = _row_sums(lanes, c, d)
         else:
@@ -187,7 +187,7 @@ class Place:
         if not aligned or bits.data_ptr() % LANE_BYTES:
             bits = bits.clone(memory_format=torch.contiguous_format)
         c, d, r = self._weights(key, rows, data.device)
-        step = max(1, _DEVICE_CHUNK_BYTES // (len(self._lanes) * LANE_BYTES))
+        step = max(1, DEVICE_CHUNK_BYTES // (len(self._lanes) * LANE_BYTES))
         total = torch.zeros((), dtype=torch.int64, device=data.device)
         for lanes, by_row in zip(bits.view(torch.int64).split(step), r.split(step), strict=True):
             total += ((lanes * c + (lanes >> 32) * d).sum(dim=1) * by_row).sum()
@@ -231,7 +231,7 @@ def _weights(kind: str, numbers: range, start: int, device: torch.device | None)
 @functools.lru_cache(maxsize=32)
 def _table(kind: str, size: int) -> _Array:
     """Return the first `size` odd numbers of a sequence; longer tables begin with shorter ones."""
-    return (_mixed(_name_number(kind), size) | np.uint64(1)).view(np.int64)
+    return (mixed(name_number(kind), size) | np.uint64(1)).view(np.int64)
 
 
 @functools.lru_cache(maxsize=32)
@@ -240,11 +240,12 @@ def _table_on(kind: str, size: int, device: torch.device) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _name_number(name: str) -> int:
+def name_number(name: str) -> int:
+    """Return a number that depends on the name alone, in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "little")
 
 
-def _mixed(first: int, count: int) -> npt.NDArray[np.uint64]:
+def mixed(first: int, count: int) -> npt.NDArray[np.uint64]:
     """Return `count` pseudo-random numbers, entry i a function of first + i only (SplitMix64)."""
     x = np.arange(first, first + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -17,9 +17,9 @@ from mcore_rl.common.http import HTTPFailure, client_session, quoted, request
 from mcore_rl.common.readers import InvalidData, integer_within, parse_json
 
 _MOST_WORKERS = 1 << 20
-_MAX_ANSWER_BYTES = 1 << 20
+MAX_ANSWER_BYTES = 1 << 20
 _GENERATE = "inference/v1/generate"
-_PAUSE_SECONDS = 1.0  # between two probes
+PAUSE_SECONDS = 1.0  # between two probes
 
 
 class EngineClient(VLLMWeightSyncClient, Protocol):
@@ -99,7 +99,7 @@ class HTTPEngineClient(HTTPVLLMWeightSyncClient):
                     method,
                     f"{self.base_url}/{path}",
                     timeout_seconds=self.timeout,
-                    max_answer_bytes=_MAX_ANSWER_BYTES,
+                    max_answer_bytes=MAX_ANSWER_BYTES,
                     body=None if fields is None else json.dumps(fields).encode(),
                     params=params,
                     keeps_refusal=True,
@@ -209,7 +209,7 @@ class HealthWatch:
             raise RuntimeError(fault)
 
     def _watch(self, client: HTTPEngineClient) -> None:
-        while not self._has_ended.wait(_PAUSE_SECONDS):
+        while not self._has_ended.wait(PAUSE_SECONDS):
             try:
                 client.require_health()
             except RuntimeError as error:

@@ -30,7 +30,7 @@ _ROUNDING = 1e-6  # above 0, of the log-prob of a certain token
 _BYTES_PER_TOKEN, _MORE_BYTES = 512, 1 << 16  # of an answer
 _CONCURRENCY = 16  # requests at a time
 _REQUEST_SECONDS = 300.0
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 10.0
+FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.5, 10.0
 _MOST_TOKENS = 1 << 31
 
 
@@ -104,7 +104,7 @@ class PromptScores:
             return await _all([scored(tokens) for tokens in samples])
 
     async def _repeated(self, session: Any, tokens: np.ndarray, deadline: float) -> np.ndarray:
-        pause = _FIRST_PAUSE_SECONDS
+        pause = FIRST_PAUSE_SECONDS
         while True:
             try:
                 return await self._sample(session, tokens)

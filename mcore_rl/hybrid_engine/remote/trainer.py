@@ -55,7 +55,7 @@ from mcore_rl.model.tensors import TensorInfo
 
 logger = logging.getLogger(__name__)
 
-_GRACE_SECONDS = 10.0  # in which the calls of sound servers end after a failure
+GRACE_SECONDS = 10.0  # in which the calls of sound servers end after a failure
 
 
 @dataclass
@@ -100,7 +100,7 @@ class ShardSource(WeightSource):
         raise RuntimeError("a ShardSource gives slices, by shards.read; it has no whole tensors")
 
 
-def _start_update(pause_mode: str | None, is_closed: threading.Event, engine: EngineClient) -> None:
+def start_update(pause_mode: str | None, is_closed: threading.Event, engine: EngineClient) -> None:
     """`is_closed`: the trainer no longer waits for these calls, and may have begun others."""
     if pause_mode is not None:
         engine.pause(pause_mode)
@@ -200,7 +200,7 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
             if self._world is not None:
                 self._world.fail(str(error))
             # The calls of all others end now: their workers learn of the failure.
-            _, running = wait(self._calls, timeout=_GRACE_SECONDS)
+            _, running = wait(self._calls, timeout=GRACE_SECONDS)
             self.hanging = [number for number, call in enumerate(self._calls) if call in running]
             self.shutdown()
             fault = error
@@ -280,7 +280,7 @@ class MegatronTrainerWeightTransferEngine(TrainerWeightTransferEngine[MegatronTr
             raise RuntimeError("not connected to any engine; call connect first")
         update = MegatronUpdateInfo(self._session.plan_id, weight_version)
         if self.is_sender:
-            self._call_all(partial(_start_update, self._info.pause_mode, self._is_closed))
+            self._call_all(partial(start_update, self._info.pause_mode, self._is_closed))
             self._start([partial(each.update_weights, asdict(update)) for each in self._engines])
         report = self._session.update(weight_version, plan_id=update.plan_id)
         self._wait_for_calls()

@@ -271,7 +271,7 @@ def engine_arguments(config: EngineConfig) -> dict[str, Any]:
     options: dict[str, Any] = {"hf_overrides": overrides}
     if config_json is not whole:
         overrides["tie_word_embeddings"] = config_json.get("tie_word_embeddings", False)
-        options["hf_overrides"] = functools.partial(_with_fields, overrides)
+        options["hf_overrides"] = functools.partial(with_fields, overrides)
     if config.num_top_tokens:
         options["max_logprobs"] = config.num_top_tokens
     options |= _platform_options(config, config_json)
@@ -383,11 +383,11 @@ def _speculative(speculation: Speculation, options: Mapping[str, Any]) -> dict[s
         # The drafter does not inherit these options from the model.
         if "attention_backend" in options:
             drafter["attention_backend"] = options["attention_backend"]
-        changes["hf_overrides"] = functools.partial(_with_fields, options["hf_overrides"])
+        changes["hf_overrides"] = functools.partial(with_fields, options["hf_overrides"])
     return changes
 
 
-def _with_fields(fields: Mapping[str, Any], config: Any) -> Any:
+def with_fields(fields: Mapping[str, Any], config: Any) -> Any:
     """Apply `hf_overrides` like the mapping, but to the text model of a multimodal one, which takes
     its place, and to the drafter's configuration, which keeps its own architecture."""
     config = config.get_text_config()

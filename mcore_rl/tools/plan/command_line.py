@@ -145,7 +145,7 @@ def read_request(options: argparse.Namespace, rest: Sequence[str]) -> PlanReques
         platform=_PLANNED_FOR,
         world_size=options.world_size,
         parser=parser,
-        read_shape=functools.partial(_read_shape, options.hf_config),
+        read_shape=functools.partial(read_named_shape, options.hf_config),
         has_files=False,
         is_here=False,
     )
@@ -298,7 +298,7 @@ def _check_options(options: argparse.Namespace) -> None:
         check_output_file(Path(options.json), f"--json {options.json}")
 
 
-def _read_shape(named: str | None, source: str | None, flag: str) -> ModelShape:
+def read_named_shape(named: str | None, source: str | None, flag: str) -> ModelShape:
     """Read the shape in a config.json; `named`, the planner's own flag, replaces the actor's."""
     if flag == "--rl-hf-checkpoint" and (named is not None or source is None):
         flag, source = "--hf-config", named

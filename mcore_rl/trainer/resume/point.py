@@ -109,7 +109,7 @@ def find_resume_point(
         if args.finetune:
             return None
         if beside and folders.places_of(load, beside) == [load]:
-            _check_warmup(config.critic.warmup_steps, step, load)
+            check_warmup(config.critic.warmup_steps, step, load)
         if (warning := misplaced_optimizer(state, args)) and dist.get_rank() == 0:
             logger.warning("[Resume] %s: %s", folder, warning)
         # First, since it is collective: the next checks may fail on some ranks alone.
@@ -129,9 +129,9 @@ def find_resume_point(
         same_prompts = prompts.are_those_of(state.prompts) is not False
         if same_prompts and also_check is not None:
             also_check(folder, state)
-        resumed = _with_known_prompts(state, config, prompts, eval_prompts)
+        resumed = with_known_prompts(state, config, prompts, eval_prompts)
         if not same_prompts and dist.get_rank() == 0:
-            _log_dropped(folder)
+            log_dropped(folder)
         return ResumePoint(
             folder,
             resumed,
@@ -289,7 +289,7 @@ def check_environments_of(
     return check
 
 
-def _check_warmup(num_steps: int | None, step: int, load: Path) -> None:
+def check_warmup(num_steps: int | None, step: int, load: Path) -> None:
     """Refuse a warm-up of a new critic that is over when the critic begins, at `step`."""
     if num_steps and num_steps <= step:
         raise UsageError(
@@ -311,12 +311,14 @@ def _log_what_megatron_finds(load: Path, asked: int | None) -> None:
         logger.info("[Resume] nothing is complete in %s yet: the run begins", load)
 
 
-def _with_known_prompts(
+def with_known_prompts(
     state: TrainerState,
     config: RLConfig,
     prompts: Drawn,
     eval_prompts: Drawn | None,
 ) -> TrainerState:
+    """Return the state with the position at which the prompts continue. Raises UsageError if they
+    are others than before and --rl-on-changed-prompts is stop, or cannot be followed."""
     if eval_prompts is not None and eval_prompts.are_those_of(state.eval_prompts) is False:
         _warn(
             "[Resume] --rl-eval-prompts are others than before step %d: accuracies before and "
@@ -385,7 +387,7 @@ def _warn(text: str, *values: object) -> None:
         logger.warning(text, *values)
 
 
-def _log_dropped(folder: Path) -> None:
+def log_dropped(folder: Path) -> None:
     """Warn of groups that a run with other prompts does not continue."""
     if num_groups := count_unfinished(folder / ROLLOUT):
         logger.warning(

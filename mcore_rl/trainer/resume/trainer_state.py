@@ -118,12 +118,12 @@ def load_trainer_state(
     latter possibly on one rank alone.
     """
     rows = megatron_checkpoint.load_tensors(folder)
-    state = _state(_rows_of(rows, _FACTS, folder)[0], folder)
+    state = read_facts(_rows_of(rows, _FACTS, folder)[0], folder)
     if not with_rng:
         return state, None
     states = _rows_of(rows, _RNG, folder)
     is_ours = len(states) == dist.get_world_size()
-    return state, _random_states(states[dist.get_rank()], folder) if is_ours else None
+    return state, read_random_states(states[dist.get_rank()], folder) if is_ours else None
 
 
 def _rows_of(rows: Mapping[str, torch.Tensor], name: str, folder: Path) -> torch.Tensor:
@@ -139,7 +139,8 @@ def _rows_of(rows: Mapping[str, torch.Tensor], name: str, folder: Path) -> torch
     return of_ranks
 
 
-def _random_states(row: torch.Tensor, folder: Path) -> RngState:
+def read_random_states(row: torch.Tensor, folder: Path) -> RngState:
+    """Read the generators of one rank. Raises UsageError for other content."""
     try:
         return RngState.from_tensors(load_safetensors(_content(row)))
     except (SafetensorError, LookupError, ValueError) as error:
@@ -163,7 +164,7 @@ def read_trainer_state(folder: Path) -> TrainerState:
         raise not_held(folder, _STATE, f"it has {math.prod(size)} bytes")
     rows = {_FACTS: torch.empty(size, dtype=torch.uint8)}
     load_checkpoint(rows, storage_reader=reader, no_dist=True)
-    return _state(rows[_FACTS][0], folder)
+    return read_facts(rows[_FACTS][0], folder)
 
 
 def date_of_checkpoints(folder: Path) -> str | None:
@@ -177,7 +178,9 @@ def date_of_checkpoints(folder: Path) -> str | None:
     return None
 
 
-def _state(row: torch.Tensor, folder: Path) -> TrainerState:
+def read_facts(row: torch.Tensor, folder: Path) -> TrainerState:
+    """Read the state without generators. Raises UsageError for other content, RuntimeError for the
+    state of another version."""
     try:
         facts = parse_json(_content(row))
     except InvalidData as error:

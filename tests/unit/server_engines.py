@@ -103,6 +103,16 @@ def tokens_of(generation: ServerGeneration, number: int) -> int:
     return generation._running[number].num_tokens
 
 
+def until_no_server_runs(generation: ServerGeneration) -> None:
+    """Wait until every request waits for a server or has ended."""
+    until(lambda: all(run.server is None for run in generation._running.values()))
+
+
+def set_token_timeout(engine: ServerEngine, server: FakeServer, seconds: float) -> None:
+    """Of this server alone; the engine's configuration is for all."""
+    engine._pool._servers[server.url].client._timeout_seconds = seconds
+
+
 def nan_log_prob(event: dict[str, Any]) -> None:
     if len(event["choices"][0]["token_ids"]) and event["choices"][0]["finish_reason"]:
         event["choices"][0]["logprobs"]["content"][0]["logprob"] = float("nan")

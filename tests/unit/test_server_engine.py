@@ -27,8 +27,10 @@ from tests.unit.server_engines import (
     old_weights,
     request_of,
     sampled,
+    set_token_timeout,
     tokens_of,
     until,
+    until_no_server_runs,
     update,
     wrong_id,
 )
@@ -140,7 +142,7 @@ def test_a_request_whose_server_fails_continues_on_another(servers, make, fault,
     for name, value in fault.items():
         setattr(bad, name, value)
     if kind == "timeout":
-        engine._pool._servers[bad.url].client._timeout_seconds = 0.5
+        set_token_timeout(engine, bad, 0.5)
     requests = [request_of(number) for number in range(8)]
     found = sampled(engine, requests)
     assert_expected(found, requests)
@@ -244,7 +246,7 @@ def test_requests_wait_while_there_is_no_server(servers, make):
         servers[0].is_down = True
         until(lambda: engine.admitted == ())
         servers[0].close_after, servers[0].hold_after = 3, None  # the streams break
-        until(lambda: all(run.server is None for run in generation._running.values()))
+        until_no_server_runs(generation)
         servers[0].close_after, servers[0].is_down = None, False
         until(lambda: engine.returned == (servers[0].url,))
         update(engine, servers[:1], 2)

@@ -23,7 +23,9 @@ from tests.unit.server_engines import (
     nan_log_prob,
     request_of,
     sampled,
+    set_token_timeout,
     until,
+    until_no_server_runs,
     update,
     wrong_id,
 )
@@ -63,8 +65,7 @@ def begin_again(engine: ServerEngine, chosen: Sequence[FakeServer], fault: dict[
     until(lambda: not engine.admitted or {*engine.admitted} == {each.url for each in chosen})
     until(lambda: len(engine.returned) + len(engine.admitted) == len(chosen))
     for each in chosen:
-        client = engine._pool._servers[each.url].client
-        client._timeout_seconds = 0.1 if "hold_after" in fault else 60.0
+        set_token_timeout(engine, each, 0.1 if "hold_after" in fault else 60.0)
         for name, value in fault.items():
             setattr(each, name, value)
     # As the trainer does it: the weights are those of the step that continues.
@@ -81,7 +82,7 @@ def test_faults_of_a_response_are_counted_across_updates(servers, make, fault):
             generation.submit(request)
             until(lambda: not engine.admitted)
             if number < 3:
-                until(lambda: all(run.server is None for run in generation._running.values()))
+                until_no_server_runs(generation)
                 generation.end_soon([0])
                 assert generation.num_running == 0
             else:
@@ -104,7 +105,7 @@ def test_faults_are_forgotten_with_the_next_token_but_not_without_end(servers, m
         generation.submit(request_of(0, max_tokens=40))
         while not completions:
             until(lambda: not engine.admitted)
-            until(lambda: all(run.server is None for run in generation._running.values()))
+            until_no_server_runs(generation)
             num_faults += 1
             completions = generation.step()
             begin_again(engine, servers[:1], fault)
@@ -124,7 +125,7 @@ def test_a_server_that_fails_all_requests_loses_one_prompt_at_a_time(servers, ma
                 if request.number not in found:
                     generation.submit(request)
             until(lambda: not engine.admitted)
-            until(lambda: all(run.server is None for run in generation._running.values()))
+            until_no_server_runs(generation)
             found |= {each.number: each for each in generation.step()}
             generation.end_soon([each.number for each in requests])
     assert len(found) == 2 - (1 in found)

@@ -213,24 +213,8 @@ def test_orders_differ_between_epochs_and_steps_but_not_after_resume() -> None:
     assert len(mini_batches) == 9, "other mini-batches, and not these in another order"
     assert (orders(num_epochs=4, step=1)[:3] == orders(step=1)).all()
     # Literal values: the order of a run must not change between versions.
-    assert (orders()[0][::2] // 2).tolist() == [
-        8,
-        15,
-        1,
-        13,
-        3,
-        11,
-        6,
-        4,
-        14,
-        10,
-        7,
-        9,
-        12,
-        5,
-        2,
-        0,
-    ]
+    expected = [8, 15, 1, 13, 3, 11, 6, 4, 14, 10, 7, 9, 12, 5, 2, 0]
+    assert (orders()[0][::2] // 2).tolist() == expected
     # Groups that do not divide into mini-batches are cut. No group is lost.
     sizes = {"odd": np.full(3, 2), "different": np.array([1, 4, 3])}
     odd, different = (

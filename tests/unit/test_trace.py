@@ -57,32 +57,7 @@ def make_tracer(tmp_path: Path) -> Iterator[MakeTracer]:
         tracer.close()
 
 
-@pytest.fixture(scope="module")
-def group() -> Iterator[None]:
-    """A gloo group of this process alone."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 # the table
-
-
-@pytest.mark.parametrize(
-    ("found", "begin", "times"),
-    [
-        (
-            [("a", 10, 90), ("b", 20, 60), ("c", 30, 40), ("c", 60, 65)],
-            0,
-            {"idle": 20, "a": 35, "b": 30, "c": 15},
-        ),
-        ([("a", 0, 50), ("b", 40, 70)], 0, {"a": 40, "b": 30, "idle": 30}),
-        ([("a", 0, 50), ("b", 90, 130)], 20, {"a": 30, "idle": 40, "b": 10}),
-    ],
-    ids=["nested", "of a thread that outlives the first", "over the bounds"],
-)
-def test_exclusive_times(found, begin, times):
-    assert exclusive_times(found, begin, 100) == times
 
 
 def test_exclusive_times_match_a_count_of_moments():
@@ -215,7 +190,7 @@ def test_span_is_recorded_only_while_a_recording_runs(tmp_path):
     assert 10**7 <= found.end - found.start < 600 * 10**9
 
 
-def test_waits_for_all_ranks_are_distinguished_from_those_for_a_group(group, tmp_path):
+def test_waits_for_all_ranks_are_distinguished_from_those_for_a_group(world_of_one, tmp_path):
     recording = spans.Recording()
     recording.start()
     assert objects.all_gather("one") == ["one"]
@@ -407,7 +382,7 @@ def check_chrome(events: list[dict[str, Any]], ranks: set[int]) -> None:
             assert other[0] >= -one[1] or -other[1] <= -one[1], (one, other)
 
 
-def test_run_writes_traces_and_table(make_tracer, group, tmp_path, caplog):
+def test_run_writes_traces_and_table(make_tracer, world_of_one, tmp_path, caplog):
     caplog.set_level(logging.INFO, "mcore_rl")
     folder = tmp_path / "run" / "trace"
     tracer = make_tracer(2, 9, folder=folder, label="tp0 pp0 dp0")
@@ -438,7 +413,7 @@ def test_merged_trace_has_a_process_for_each_rank(make_tracer, tmp_path):
 
 
 def test_ranks_of_several_machines_are_in_one_table_without_a_merged_trace(
-    make_tracer, group, tmp_path, monkeypatch
+    make_tracer, world_of_one, tmp_path, monkeypatch
 ):
     def two_machines(mine: Any) -> list[Any]:
         return [mine, ("another machine", mine[1])]

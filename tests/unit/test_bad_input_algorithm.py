@@ -228,8 +228,7 @@ http_without_url: --rl-reward http
 
 
 @pytest.mark.parametrize(
-    "case",
-    table(parts=PARTS, critic=CRITIC, roles=ROLES, teacher=TEACHER, rewards=REWARDS),
+    "case", table(parts=PARTS, critic=CRITIC, roles=ROLES, teacher=TEACHER, rewards=REWARDS)
 )
 def test_bad_algorithm_is_refused_in_one_sentence(
     case: Case, here: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

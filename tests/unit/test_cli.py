@@ -228,11 +228,7 @@ def test_output_is_plain_where_it_is_piped(capsys: pytest.CaptureFixture[str]) -
             "--pipeline-model-parallel-size 4 does not go with --use-megatron-fsdp",
         ),
         ({}, "--optimizer soap", "--optimizer soap is not known to the planner"),
-        (
-            {},
-            "--gpu h1000",
-            "--gpu h1000 is not a known device; choose one of a100-40gb, ",
-        ),
+        ({}, "--gpu h1000", "--gpu h1000 is not a known device; choose one of a100-40gb, "),
         ({}, "--gpu-memory-gb -1", "--gpu-memory-gb -1.0 must be greater than 0"),
         ({}, "--gpu-reserved-gb 85", "--gpu-reserved-gb 85.0 leaves nothing"),
         ({}, "--rl-num-prompts-per-step 3", "samples do not divide into"),
@@ -359,5 +355,5 @@ def test_large_model_fits_in_the_layout_of_the_page(
 
 def test_page_has_layouts_of_the_largest_models_of_new_families() -> None:
     assert planned_rows().keys() == {
-        *("qwen3-next-80b-a3b", "qwen3.5-397b-a17b", "deepseek-v3.2", "glm-5", "glm-5.2"),
+        *("qwen3-next-80b-a3b", "qwen3.5-397b-a17b", "deepseek-v3.2", "glm-5", "glm-5.2")
     }

@@ -17,12 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from mcore_rl.common.errors import UsageError
 from mcore_rl.data.assistant_turns import NO_END, Demonstrated, demonstrated
 from mcore_rl.data.chat import ADDED_END, ChatTokenizer
-from mcore_rl.data.demonstration_rows import (
-    MARKS,
-    Demonstration,
-    Responses,
-    demonstration_of,
-)
+from mcore_rl.data.demonstration_rows import MARKS, Demonstration, Responses, demonstration_of
 from mcore_rl.data.demonstrations import load_demonstrations, load_pairs
 from mcore_rl.data.messages import RejectedRow
 from mcore_rl.data.options import DataOptions, SupervisedOptions

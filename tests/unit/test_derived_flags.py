@@ -18,13 +18,7 @@ import torch
 from mcore_rl.common.errors import UsageError, as_flag
 from mcore_rl.common.platform import WITHOUT_CUDA, Platform
 from mcore_rl.config import RLConfig
-from mcore_rl.flags.derived import (
-    FREQUENCIES,
-    NEEDS_CUDA,
-    DerivedFlags,
-    derive_flags,
-    with_effect,
-)
+from mcore_rl.flags.derived import FREQUENCIES, NEEDS_CUDA, DerivedFlags, derive_flags, with_effect
 from mcore_rl.flags.inert_flags import HYBRID_SPECS
 from mcore_rl.flags.megatron_flags import ARCHITECTURE, WITHOUT_EFFECT_DESTS
 from mcore_rl.flags.parsed_flags import expand_config, given_values, options_of
@@ -532,11 +526,7 @@ def test_token_dispatcher_supports_uneven_token_counts() -> None:
 # As the model card of Qwen3 describes it.
 WITH_YARN = {
     "max_position_embeddings": 131072,
-    "rope_scaling": {
-        "rope_type": "yarn",
-        "factor": 4.0,
-        "original_max_position_embeddings": 32768,
-    },
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
 }
 BUILT = {**TRAINABLE, "qwen3 yarn": json.dumps({**json.loads(QWEN3_600M), **WITH_YARN})}
 

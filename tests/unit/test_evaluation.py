@@ -8,12 +8,7 @@ import math
 
 import pytest
 
-from mcore_rl.algorithms.evaluation import (
-    ks_of,
-    majority_is_correct,
-    pass_at_k,
-    wilson_interval,
-)
+from mcore_rl.algorithms.evaluation import ks_of, majority_is_correct, pass_at_k, wilson_interval
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.types import ScoredRollout
 from mcore_rl.common.errors import UsageError

@@ -92,12 +92,7 @@ def test_parameters_of_all_ranks_are_the_checkpoint(arch: str, spec: str) -> Non
         numbered = SPECS[spec].numbered(layers)
         at = ShardCoordinates(tp_rank, tp_size, ep_rank, ep_size, etp_rank, etp_size, numbered)
         parameters = stage_parameters(
-            shape,
-            SPECS[spec],
-            tp_size=tp_size,
-            ep_size=ep_size,
-            etp_size=etp_size,
-            layers=layers,
+            shape, SPECS[spec], tp_size=tp_size, ep_size=ep_size, etp_size=etp_size, layers=layers
         )
         for name, size in parameters.items():
             pieces = map_parameter(name, size, shape, at)

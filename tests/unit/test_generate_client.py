@@ -32,13 +32,7 @@ from mcore_rl.hybrid_engine.remote.generate_client import (
 from mcore_rl.hybrid_engine.vllm.generation import Request, Sampling
 from mcore_rl.moe.routing import RoutedLayers
 from tests import hostile
-from tests.unit.fake_servers import (
-    VOCAB_SIZE,
-    FakeServer,
-    candidates_of,
-    fake_servers,
-    response_to,
-)
+from tests.unit.fake_servers import VOCAB_SIZE, FakeServer, candidates_of, fake_servers, response_to
 
 REQUEST = Request(7, np.array([3, 1, 4], dtype=np.int32), 6, Sampling(), seed=11)
 TOKENS, LOG_PROBS = response_to([3, 1, 4], 6)

@@ -34,13 +34,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
     ],
 )
 def test_a_stop_string_is_searched_for_in_the_response_alone(
-    tokenizer: Any,
-    prompt: str,
-    own: str,
-    cut_bytes: int,
-    new: str,
-    stop: str,
-    ends_at: int | None,
+    tokenizer: Any, prompt: str, own: str, cut_bytes: int, new: str, stop: str, ends_at: int | None
 ) -> None:
     """`cut_bytes` bytes of the last character of `own` are sampled after the cut."""
     before, after = tokenizer.encode(prompt + own), tokenizer.encode(new)

@@ -15,12 +15,7 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.data.tokenizer import register_families
 from mcore_rl.hybrid_engine.vllm.startup import EngineConfig, engine_arguments, with_fields
 from mcore_rl.model.architecture_flags import megatron_flags, settings_without_flag
-from mcore_rl.model.config_json import (
-    ModelShape,
-    model_shape,
-    read_config_json,
-    read_model_shape,
-)
+from mcore_rl.model.config_json import ModelShape, model_shape, read_config_json, read_model_shape
 from mcore_rl.model.families import FAMILIES, left_to_defaults
 from scripts.make_tiny_deepseek import hf_config
 from tests import model_shapes

@@ -93,11 +93,7 @@ def test_fingerprint_is_of_packed_values_and_scales(
     ],
 )
 def test_odd_parts_are_refused(
-    folders: tuple[Path, Path],
-    tmp_path: Path,
-    name: str,
-    changed: torch.Tensor | None,
-    says: str,
+    folders: tuple[Path, Path], tmp_path: Path, name: str, changed: torch.Tensor | None, says: str
 ) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for file in folders[0].glob("*.safetensors"):

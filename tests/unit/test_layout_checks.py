@@ -199,9 +199,7 @@ def test_tp_group_may_fill_whole_nodes() -> None:
     assert rollout(16, rollout_tp_size=8, ranks_per_node=4).tp_size == 8
 
 
-def test_ranks_per_node_come_from_flag_then_launcher(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_per_node_come_from_flag_then_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     assert ranks_per_node(EngineOptions(), 64) == 8
     assert ranks_per_node(EngineOptions(), 4) == 4

@@ -111,10 +111,7 @@ def test_target_of_no_layer_is_refused_with_the_possible_ones(target: str) -> No
         ({"pretrained_checkpoint": "there"}, "--pretrained-checkpoint there"),
         ({"ckpt_format": "torch"}, "--ckpt-format torch"),
         ({"cuda_graph_impl": "local"}, "--cuda-graph-impl local"),
-        (
-            {"mla_down_proj_fusion": True, "tensor_model_parallel_size": 2},
-            "--mla-down-proj-fusion",
-        ),
+        ({"mla_down_proj_fusion": True, "tensor_model_parallel_size": 2}, "--mla-down-proj-fusion"),
         (
             {
                 "num_experts": 8,

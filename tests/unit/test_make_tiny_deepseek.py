@@ -70,9 +70,7 @@ def test_checkpoint_loads_completely_in_transformers(
     assert (logits[0, -1] - logits[1, -1]).abs().max() > 0.05
 
 
-def test_experts_have_own_tensors_with_distinct_weights(
-    checkpoints: dict[str, Path],
-) -> None:
+def test_experts_have_own_tensors_with_distinct_weights(checkpoints: dict[str, Path]) -> None:
     for arch, names in (
         *((arch, family_of(arch).names) for arch in ("deepseek_v3", "kimi_k2", "qwen3_moe")),
         ("deepseek_v2_large", family_of("deepseek_v2").names),
@@ -89,9 +87,7 @@ def test_experts_have_own_tensors_with_distinct_weights(
         assert len({tuple(norm[:8].tolist()) for norm in norms.values()}) == len(norms)
 
 
-def test_weights_are_bfloat16_and_router_bias_is_float32(
-    checkpoints: dict[str, Path],
-) -> None:
+def test_weights_are_bfloat16_and_router_bias_is_float32(checkpoints: dict[str, Path]) -> None:
     dtypes = tensor_dtypes(checkpoints["deepseek_v3"])
     biases = {name for name in dtypes if name.endswith("e_score_correction_bias")}
     assert biases == {"model.layers.1.mlp.gate.e_score_correction_bias"}
@@ -180,9 +176,7 @@ def test_tokenizer_restores_any_text(tokenizer: PreTrainedTokenizerBase) -> None
     assert len(tokenizer.encode("1234567890")) == 10, "digits are split one by one"
 
 
-def test_chat_template_separates_roles_and_opens_answer(
-    tokenizer: PreTrainedTokenizerBase,
-) -> None:
+def test_chat_template_separates_roles_and_opens_answer(tokenizer: PreTrainedTokenizerBase) -> None:
     chat = [
         {"role": "system", "content": "Add."},
         {"role": "user", "content": "47+38"},

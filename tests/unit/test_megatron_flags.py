@@ -90,9 +90,7 @@ def test_names_in_tables_are_unique() -> None:
         assert len(names) == len(set(names))
 
 
-def test_refused_flags_have_names_of_messages(
-    parser: argparse.ArgumentParser,
-) -> None:
+def test_refused_flags_have_names_of_messages(parser: argparse.ArgumentParser) -> None:
     named = [
         *megatron_flags.REFUSED,
         *megatron_flags.REFUSED_OTHERWISE,

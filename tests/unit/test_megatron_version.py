@@ -201,10 +201,7 @@ def test_model_class_is_what_megatron_recommends_and_the_flags_allow(
     tmp_path: Path,
 ) -> None:
     megatron_on_the_path(
-        tmp_path,
-        "0.19.7",
-        has_gpt_model=has_gpt_model,
-        deprecates_gpt_model=deprecates_gpt_model,
+        tmp_path, "0.19.7", has_gpt_model=has_gpt_model, deprecates_gpt_model=deprecates_gpt_model
     )
     if not has_hybrid_model:
         (tmp_path / "megatron/core/models/hybrid/hybrid_layer_allocation.py").unlink()

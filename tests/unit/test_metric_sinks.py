@@ -308,9 +308,7 @@ def test_failing_wandb_is_logged_once_and_loses_no_metric(
     assert points_of_tensorboard(tmp_path / "run" / "tensorboard").keys() == STEPS.keys()
 
 
-def test_missing_wandb_is_refused_before_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_missing_wandb_is_refused_before_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     check_wandb({})
     with pytest.raises(UsageError, match="--wandb-project sums needs the package wandb"):

@@ -354,9 +354,7 @@ def test_everything_is_offloaded_for_start_of_engine() -> None:
         assert_equal_but_gradients(training, before)
 
 
-def test_tensor_that_cannot_leave_for_start_is_logged(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_tensor_that_cannot_leave_for_start_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     odd = torch.from_numpy(torch.ones(4).numpy().copy())
     fine = torch.ones(8)
     tensors = {"parameters": [("fine", fine), ("odd", odd)], "optimizer": [], "gradients": []}

@@ -18,10 +18,7 @@ megatron_adapter.prepare()
 
 from megatron.core.dist_checkpointing import ShardedTensor  # noqa: E402
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # noqa: E402
-from megatron.core.dist_checkpointing.mapping import (  # noqa: E402
-    ShardedTensorFactory,
-    apply_factories,
-)
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, apply_factories  # noqa: E402
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer  # noqa: E402
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory  # noqa: E402
 

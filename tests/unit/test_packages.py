@@ -130,9 +130,7 @@ def test_other_torch_is_admitted_by_name_in_trials_and_tests(
     assert packages.find_misfit(CUDA, "13.0", has_gpu=True) is None  # nothing to admit
 
 
-def test_admitted_torch_is_shown_wherever_versions_are(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_admitted_torch_is_shown_wherever_versions_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the doctor, and among a run's versions. Patches accept it, too."""
     monkeypatch.setattr(registry, "_applied", {})
     monkeypatch.setenv("MCORE_RL_ADMIT_TORCH", packages.TORCH)

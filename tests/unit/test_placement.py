@@ -63,9 +63,7 @@ def placements(draw: st.DrawFn) -> tuple[Placement, int]:
 
 @settings(max_examples=300, deadline=None)
 @given(placements())
-def test_plan_covers_every_needed_element_exactly_once(
-    drawn: tuple[Placement, int],
-) -> None:
+def test_plan_covers_every_needed_element_exactly_once(drawn: tuple[Placement, int]) -> None:
     placement, ranks_per_node = drawn
     rank_map = choose_rank_map(placement, ranks_per_node=ranks_per_node)
     ranks = range(placement.train.world_size)

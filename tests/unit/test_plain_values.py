@@ -250,10 +250,7 @@ VECTOR_TESTS = [
 ]
 OBJECTS = {
     "a vector": (VECTOR, [f"assert {each}" for each in VECTOR_TESTS]),
-    "a vector in a loop": (
-        VECTOR,
-        [f"for _ in 'x':\n    assert {each}" for each in VECTOR_TESTS],
-    ),
+    "a vector in a loop": (VECTOR, [f"for _ in 'x':\n    assert {each}" for each in VECTOR_TESTS]),
     "a dataclass": (
         "from dataclasses import dataclass\n@dataclass(order=True)\nclass P:\n    x: int\n"
         "def f(x): return P(x)\n",
@@ -422,11 +419,7 @@ TOLERANT = {
     "a proxy": (f"import weakref\n{E}KEPT = E()", "weakref.proxy(KEPT)", "2"),
     "a proxy of a mapping": (f"import types\n{E}", "types.MappingProxyType({1: E()})", "{1: 2}"),
     "a slice": (E, "slice(E(), E())", "slice(2, 2)"),
-    "a chain of maps": (
-        f"from collections import ChainMap\n{E}",
-        "ChainMap({1: E()})",
-        "{1: 2}",
-    ),
+    "a chain of maps": (f"from collections import ChainMap\n{E}", "ChainMap({1: E()})", "{1: 2}"),
     "a list of collections": (f"from collections import UserList\n{E}", "UserList([E()])", "[2]"),
     "items in order": (
         f"from collections import OrderedDict\n{E}",

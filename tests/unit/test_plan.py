@@ -106,10 +106,7 @@ def test_load_is_spread_over_replicas() -> None:
     tensors = {f"w{i}": TensorInfo((ROWS, COLUMNS), "bfloat16", 2) for i in range(8)}
     whole = {name: [full_box((ROWS, COLUMNS))] for name in tensors}
     plan = make_plan(
-        tensors,
-        order=list(tensors),
-        have=[whole] * 4 + [{}] * 2,
-        need=[{}] * 4 + [whole] * 2,
+        tensors, order=list(tensors), have=[whole] * 4 + [{}] * 2, need=[{}] * 4 + [whole] * 2
     )
     assert [plan.sent_bytes(rank) for rank in range(6)] == [4 * 2 * ROWS * COLUMNS] * 4 + [0, 0]
     assert all(len(move.receivers) == 1 for move in plan.moves), "no holder serves both"

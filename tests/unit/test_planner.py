@@ -61,15 +61,7 @@ from mcore_rl.planner.phases import (
 from mcore_rl.planner.plan import Outcome, as_json, plan_case
 from mcore_rl.planner.report import print_plan, print_seconds
 from mcore_rl.planner.search import search
-from mcore_rl.planner.settings import (
-    GB,
-    MB,
-    MIB,
-    EngineSettings,
-    Machine,
-    Recompute,
-    TrainSettings,
-)
+from mcore_rl.planner.settings import GB, MB, MIB, EngineSettings, Machine, Recompute, TrainSettings
 from mcore_rl.planner.step_seconds import Step, engine_step_seconds
 from scripts.make_tiny_deepseek import ARCHS, hf_config
 from tests.model_shapes import CONFIGS, published_shape, small_shape

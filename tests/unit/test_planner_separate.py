@@ -248,10 +248,7 @@ def test_prompts_of_different_group_sizes_are_planned_with_their_mean(tmp_path: 
     flags = "--rl-num-prompts-per-step 32 --rl-rollout-tp-size 1 --rl-num-samples-per-prompt"
     request, of_one_size = (
         read_command_line([*QWEN, *flags.split(), number, *prompts])
-        for number, prompts in (
-            ("8", ("--rl-prompts", str(tmp_path / "sources.yaml"))),
-            ("12", ()),
-        )
+        for number, prompts in (("8", ("--rl-prompts", str(tmp_path / "sources.yaml"))), ("12", ()))
     )
     assert request.case == of_one_size.case and request.step == of_one_size.step
     assert any("planned with 12 samples, the mean of a step" in note for note in request.notes)

@@ -93,10 +93,7 @@ class Options:
         if self.oversample is not None:
             given["oversample"] = self.oversample
         if self.partial:
-            given |= {
-                "max_staleness": self.max_staleness,
-                "stale_rollouts": self.stale_rollouts,
-            }
+            given |= {"max_staleness": self.max_staleness, "stale_rollouts": self.stale_rollouts}
         if self.dynamic:
             given |= {"group_filter": "varied"} if self.by_filter else {"dynamic_sampling": True}
             given |= {"max_refills": self.max_refills}

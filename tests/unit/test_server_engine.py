@@ -7,10 +7,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 
-from mcore_rl.hybrid_engine.remote.server_generation import (
-    ServerGeneration,
-    StopSearch,
-)
+from mcore_rl.hybrid_engine.remote.server_generation import ServerGeneration, StopSearch
 from mcore_rl.hybrid_engine.vllm.generation import Completion, Request, Sampling, seed_of
 from mcore_rl.moe.routing import RoutedLayers
 from mcore_rl.rollout.stream import StreamActions

@@ -17,10 +17,7 @@ from mcore_rl.batching.attention_batches import similar_segments
 from mcore_rl.batching.rows import MicroBatching, ModelRows, lay_out, prefixes_of, set_prefixes
 from mcore_rl.batching.shared_prompts import obstacle, shares_prompts
 from mcore_rl.batching.table import SampleTable
-from mcore_rl.batching.train_batches import (
-    batch_of_tokens,
-    split_micro_batches,
-)
+from mcore_rl.batching.train_batches import batch_of_tokens, split_micro_batches
 from mcore_rl.batching.types import Prompt, Rollout, ScoredRollout, TrainBatch
 from mcore_rl.common.errors import UsageError
 from mcore_rl.patches.megatron.local_layers import SDPACoreAttention
@@ -269,10 +266,7 @@ def test_shared_gradients_are_summed_in_float32_without_16_bit_products() -> Non
 
 @settings(deadline=None)
 @given(
-    groups_of_samples,
-    st.integers(1, 4),
-    st.sampled_from([22, 40, 200]),
-    st.sampled_from([1, 2]),
+    groups_of_samples, st.integers(1, 4), st.sampled_from([22, 40, 200]), st.sampled_from([1, 2])
 )
 def test_plan_assigns_every_sample_once_within_the_budget(
     groups: Groups, dp_size: int, max_tokens: int, count_multiple_of: int

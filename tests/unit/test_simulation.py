@@ -282,10 +282,7 @@ def runs(draw: st.DrawFn) -> tuple[Candidate, Workload, Speeds]:
         samples_per_group=draw(st.integers(1, 4)),
         prompt_tokens=draw(st.sampled_from([0.0, 50.0])),
         lengths=ResponseLengths(
-            2000,
-            100.0,
-            draw(st.sampled_from([0.0, 0.5, 1.5])),
-            turns=draw(st.integers(1, 3)),
+            2000, 100.0, draw(st.sampled_from([0.0, 0.5, 1.5])), turns=draw(st.integers(1, 3))
         ),
         tool_seconds=draw(st.sampled_from([0.0, 3.0])),
         reward_seconds=draw(st.sampled_from([0.0, 1.0, 30.0])),

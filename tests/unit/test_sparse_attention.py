@@ -52,10 +52,7 @@ def test_layers_are_those_of_transformers_and_megatron(frequency: int, offset: i
     flags = megatron_flags(glm(**fields))
     given = {
         name: int(flags[flags.index(name) + 1]) if name in flags else default
-        for name, default in (
-            ("--dsa-indexer-skip-topk-offset", 0),
-            ("--dsa-indexer-topk-freq", 1),
-        )
+        for name, default in (("--dsa-indexer-skip-topk-offset", 0), ("--dsa-indexer-topk-freq", 1))
     }
     for layer in range(NUM_LAYERS):
         assert indexer.in_layer[layer] is not is_dsa_skip_topk_layer(layer + 1, *given.values())

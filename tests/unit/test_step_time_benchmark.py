@@ -21,13 +21,7 @@ from benchmarks import step_time
 from benchmarks.pages import markers, paired_ratio, with_section
 from benchmarks.processes import PeakMemory
 from benchmarks.step_time_packing import LIMIT_TOKENS, sample_lengths, samples
-from benchmarks.step_time_report import (
-    SECTION,
-    packing_row,
-    section_of,
-    training_row,
-    verdicts,
-)
+from benchmarks.step_time_report import SECTION, packing_row, section_of, training_row, verdicts
 from benchmarks.step_time_task import (
     LEFT_OUT_STEPS,
     WORKLOADS,

@@ -154,10 +154,7 @@ def test_any_answer_is_scores_or_a_failure(server: ScoringServer) -> None:
 def tokenizer(folder: Path, **changed: int) -> Path:
     folder.mkdir()
     vocabulary = {"a": 0, "b": 1, "c": 2} | changed
-    contents = {
-        "model": {"vocab": vocabulary},
-        "added_tokens": [{"id": 3, "content": "<end>"}],
-    }
+    contents = {"model": {"vocab": vocabulary}, "added_tokens": [{"id": 3, "content": "<end>"}]}
     (folder / "tokenizer.json").write_text(json.dumps(contents))
     return folder
 

@@ -40,12 +40,7 @@ def test_the_page_of_versions_has_all_capabilities() -> None:
 
 @pytest.mark.parametrize(("model", "version", "cuda", "replay", "refusal"), CASES)
 def test_what_a_version_lacks_is_refused_by_name(
-    model: str,
-    version: str,
-    cuda: bool,
-    replay: str,
-    refusal: str,
-    monkeypatch: pytest.MonkeyPatch,
+    model: str, version: str, cuda: bool, replay: str, refusal: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def installed(package: str) -> str:
         if package != "vllm":

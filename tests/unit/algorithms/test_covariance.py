@@ -14,13 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from mcore_rl.algorithms.covariance import (
-    ClipCov,
-    KLCov,
-    largest,
-    select_clip_cov,
-    select_kl_cov,
-)
+from mcore_rl.algorithms.covariance import ClipCov, KLCov, largest, select_clip_cov, select_kl_cov
 from mcore_rl.algorithms.interfaces import SelectionInputs
 from mcore_rl.algorithms.total_loss import policy_loss_total
 from mcore_rl.common.errors import UsageError

@@ -31,8 +31,7 @@ CONFIGS = {
     "product_rejection": MismatchConfig("product_rejection", Band(0.5, 1.5)),
     "token_tis_floor": MismatchConfig("token_tis", Cap(1.2, 0.8)),
     "token_tis_geometric": MismatchConfig(
-        "token_tis_geometric",
-        CapAndBand(mismatch_cap=1.2, mismatch_low=0.9, mismatch_high=1.1),
+        "token_tis_geometric", CapAndBand(mismatch_cap=1.2, mismatch_low=0.9, mismatch_high=1.1)
     ),
     "token_tis_product": MismatchConfig(
         "token_tis_product",

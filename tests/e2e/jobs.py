@@ -36,7 +36,9 @@ def greedy_texts(folder: str, prompts: list[list[int]]) -> list[str]:
     from vllm import LLM, SamplingParams
 
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=128)
+    # The default share of the host's memory may not be free.
+    share = {"gpu_memory_utilization": 0.1}
+    llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=128, **share)
     sampling = SamplingParams(temperature=0, max_tokens=24)
     outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], sampling)
     return [output.outputs[0].text for output in outputs]

@@ -73,20 +73,28 @@ def apply_patch(patch: Patch) -> bool:
     Raises UsageError if the package is missing, the patch does not name its version, or its code
     looks different. A patch that raises does not count as applied.
     """
-    if patch.name in _applied or not is_needed(patch):
+    if patch.name in _applied or (package := patched_by(patch)) is None:
         return False
+    with _naming(patch):
+        patch.apply()
+    _applied[patch.name] = package
+    logger.info("[Patch] %s applied to %s: %s", patch.name, package, patch.reason)
+    return True
+
+
+def patched_by(patch: Patch) -> str | None:
+    """Return the package and the version that `patch` is for, None if it is not needed. Raises
+    UsageError if the package is missing, or the patch does not name its version."""
+    if not is_needed(patch):
+        return None
     package, version = installed(patch)
     if not patch.supports(version):
         raise UsageError(
             f"patch {patch.name} ({patch.reason}) knows {package} {patch.supported}, not the "
             f"installed {version}",
-            remedy="install one of those versions",
+            remedy="install one of those versions: run scripts/setup_env.sh",
         )
-    with _naming(patch):
-        patch.apply()
-    _applied[patch.name] = f"{package} {version}"
-    logger.info("[Patch] %s applied to %s %s: %s", patch.name, package, version, patch.reason)
-    return True
+    return f"{package} {version}"
 
 
 def is_needed(patch: Patch) -> bool:

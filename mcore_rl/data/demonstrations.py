@@ -197,7 +197,8 @@ def load_pairs(
         )
     if num_left_out := pairs.table.num_rows - len(pairs):
         logger.warning(
-            "%s: %d of %d pairs are left out, because one of their responses or both are too long",
+            "%s: %d of %d pairs are left out, because one of their responses or both are too long; "
+            "raise --rl-max-response-tokens, or remove them",
             *(path, num_left_out, pairs.table.num_rows),
         )
     return pairs

@@ -25,6 +25,8 @@ from numpy.random import PCG64, SeedSequence
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
 from mcore_rl.data.apportionment import Apportionment
+from mcore_rl.data.assistant_turns import NO_END
+from mcore_rl.data.chat import ADDED_END
 from mcore_rl.data.demonstration_rows import Responses
 from mcore_rl.data.messages import RejectedRow, checked_kwargs
 from mcore_rl.data.options import SKIP, DataOptions
@@ -39,7 +41,7 @@ from mcore_rl.data.row_notes import (
 )
 from mcore_rl.data.source_position import Begin, fingerprint_of, is_of_sources
 from mcore_rl.data.sources import EVAL_PROMPTS, PROMPTS, SourceSpec
-from mcore_rl.data.tokenizer import vocabulary_size
+from mcore_rl.data.tokenizer import HOW_TO_END, vocabulary_size
 from mcore_rl.data.tokenizer_process import ChatTemplate
 from mcore_rl.data.user_prompts import default_cache_dir, prompts_path
 
@@ -50,6 +52,11 @@ _PROMPT_COLUMNS = ("text", "answer", "token_ids", "row")
 _PROMPTS, DEMONSTRATIONS, PAIRS = "tokens:", "demonstrations:", "pairs:"
 _MOST_TOKENS = (1 << 31) - 1
 _FIRST_ROWS = 1000  # in which a row to show is searched
+# What to do if the model does not get something.
+_WHEN_LEFT_OUT = {
+    NO_END: f"give --rl-sft-append-end, or {HOW_TO_END}",
+    ADDED_END: "nothing needs to be done, as a response follows a prompt",
+}
 _KINDS = (_PROMPTS, DEMONSTRATIONS, PAIRS)
 
 
@@ -340,11 +347,13 @@ def load_prompt_files(
     per_step: int = 1,
     trust_remote_code: bool = False,
     date: str | None = None,
+    write_cache: bool = True,
 ) -> tuple[PromptSources, PromptSources | None]:
     """Return training and held-out prompts, from the cache if they were tokenised before.
 
     `per_step` is the number of training prompts in a step, `trust_remote_code` Megatron's
-    --trust-remote-code, `date` the date (ISO) for chat templates; None: today.
+    --trust-remote-code, `date` the date (ISO) for chat templates; None: today. `write_cache` as in
+    `load_prompts`.
     """
 
     def load(specs: Sequence[SourceSpec], per_step: int = 1) -> PromptSources:
@@ -352,8 +361,10 @@ def load_prompt_files(
             prompt_source(options, spec, trust_remote_code=trust_remote_code, date=date)
             for spec in specs
         )
-        cache_dir = options.cache_dir
-        loaded = [load_prompts(each, tokenizer_dir, cache_dir=cache_dir) for each in sources]
+        loaded = [
+            load_prompts(each, tokenizer_dir, cache_dir=options.cache_dir, write_cache=write_cache)
+            for each in sources
+        ]
         return PromptSources(list(zip(specs, loaded, strict=True)), per_step=per_step)
 
     train, held_out = options.train_sources(), options.eval_sources()
@@ -434,7 +445,7 @@ def load_rows(
 def log_bad_rows(rows: PromptDataset, given: str) -> None:
     """Log the rows that are skipped, by reason; `given` is the flag with its value."""
     for line in lines_of(rows.bad_rows, rows.num_rows):
-        logger.warning("%s: %s", given, line)
+        logger.warning("%s: %s; correct the file, or train without them", given, line)
 
 
 def _log_omissions(prompts: PromptDataset, source: PromptSource, num_rows: int) -> None:
@@ -442,19 +453,21 @@ def _log_omissions(prompts: PromptDataset, source: PromptSource, num_rows: int) 
         log_bad_rows(prompts, source.given)
     if prompts.num_too_long:
         logger.warning(
-            "%s: %d of %d prompts are longer than %d tokens and left out",
+            "%s: %d of %d prompts are longer than %d tokens and left out; raise %s or remove them",
             source.given,
             prompts.num_too_long,
             num_rows,
             source.max_prompt_tokens,
+            source.limit,
         )
     for name, (count, first) in prompts.left_out.items():
         logger.warning(
-            "%s: the model does not get %s, in %d rows (the first is row %d)",
+            "%s: the model does not get %s, in %d rows (the first is row %d); %s",
             source.given,
             name,
             count,
             first + 1,
+            _WHEN_LEFT_OUT.get(name, "remove it, or use another --rl-chat-template"),
         )
 
 

@@ -152,3 +152,8 @@ class Facts:
     reward_model_folder: Folder | None = None
     teachers: tuple[LaidOut, ...] = ()  # those in folders
     spec: JobSpec | None = None  # if nothing was refused, of a job whose files are here
+
+    @property
+    def known(self) -> Mapping[str, Any]:
+        """The flags by destination: given and derived, or only given if some are wrong."""
+        return self.values or self.given

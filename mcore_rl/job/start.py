@@ -30,10 +30,9 @@ from mcore_rl.job.choices import choose, with_chosen
 from mcore_rl.job.controllers import start_controllers
 from mcore_rl.job.environment import bound_product_caches, check_devices, open_store
 from mcore_rl.job.facts import Source
+from mcore_rl.job.inputs import checks_of_places, require
 from mcore_rl.job.resolver import resolve
-from mcore_rl.job.teachers import check_teacher_servers
 from mcore_rl.megatron import adapter as megatron_adapter
-from mcore_rl.megatron.hf_files import check_copies
 from mcore_rl.model.architecture_flags import settings_without_flag
 from mcore_rl.model.roles import ACTOR, CRITIC, REWARD, ROLLOUT, TEACHER, describe_ranks
 from mcore_rl.observe import run_lock
@@ -166,17 +165,7 @@ def _agreed_spec(
             also_check(checked)
         if source.platform.cuda:
             _check_devices(checked)
-        _check_copies(checked)
-        rank = int(os.environ.get("RANK", 0))
-        if checked.config.rollout.servers and rank == checked.roles.actor[0]:
-            # It imports vLLM, which takes seconds.
-            from mcore_rl.trainer.server_checks import check_servers
-
-            for line in check_servers(checked):
-                logger.warning("[Servers] %s", line)
-        if rank == checked.roles.actor[0]:
-            for silent in check_teacher_servers(checked):
-                logger.warning("[Teacher] %s", silent)
+        require(checks_of_places(checked))
         return checked
 
     checked = agreed(check, store, stage="input")
@@ -191,15 +180,6 @@ def _check_devices(spec: JobSpec) -> None:
         ranks_per_node=spec.ranks_per_node,
         rollout_tp_size=spec.rollout_layout.tp_size,
     )
-
-
-def _check_copies(spec: JobSpec) -> None:
-    """Call `check_copies` on all folders; each rank of the job compares its share."""
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    for flag, checkpoint in spec.checkpoints.items():
-        check_copies(
-            checkpoint.folder, checkpoint.repeated, part=rank, num_parts=world_size, flag=flag
-        )
 
 
 def _shared_facts(spec: JobSpec) -> dict[str, str]:

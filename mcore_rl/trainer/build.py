@@ -200,7 +200,8 @@ def build_models(
         log=log,
         sample_store=sample_store,
     )
-    if (rows := read_mixed(job.spec, date=inputs.day)) is not None:
+    how = {"trust_remote_code": job.spec.trust_remote_code, "date": inputs.day}
+    if (rows := read_mixed(job.config, job.spec.checkpoint.folder, **how)) is not None:
         log_examples(rows, flag="--rl-sft-demonstrations")
         if inputs.point is not None:
             warn_of_other_demonstrations(inputs.point.state, rows)

@@ -84,7 +84,8 @@ def read_prompts(job: Job) -> Inputs[PromptSources]:
 def read_rows(job: Job) -> Inputs[Demonstrations]:
     """Read the rows of supervised training, and the checkpoint to resume from. Collective."""
     day = _date(job)
-    rows, held_out = read_supervised(job.spec, date=day)
+    how = {"trust_remote_code": job.spec.trust_remote_code, "date": day}
+    rows, held_out = read_supervised(job.config, job.spec.checkpoint.folder, **how)
     return _inputs(job, rows, held_out, day, lambda: log_examples(rows))
 
 

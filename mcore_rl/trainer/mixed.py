@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,28 +21,27 @@ import torch.distributed as dist
 from mcore_rl.batching.assignment import samples_of
 from mcore_rl.batching.train_batches import build_train_batch, split_mini_batches
 from mcore_rl.batching.types import TrainBatch
+from mcore_rl.config import RLConfig
 from mcore_rl.data.demonstrations import Demonstrations, load_demonstrations
 from mcore_rl.data.prompts import prompt_indices
-from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.demonstration_store import DemonstrationStore
 from mcore_rl.trainer.job import Job
 from mcore_rl.trainer.roles.samples import plan_epochs
 
 
-def read_mixed(spec: JobSpec, *, date: str | None) -> Demonstrations | None:
-    """Return the rows of --rl-sft-demonstrations, None without them. Raises UsageError."""
-    config = spec.config
+def read_mixed(config: RLConfig, folder: Path, **how: Any) -> Demonstrations | None:
+    """Return the rows of --rl-sft-demonstrations, None without them. `folder` is that of the
+    tokenizer, `how` are keywords of `load_demonstrations`. Raises UsageError."""
     if config.supervised.demonstrations is None:
         return None
     return load_demonstrations(
         config.supervised.demonstrations,
         "--rl-sft-demonstrations",
-        spec.checkpoint.folder,
+        folder,
         config.data,
         config.supervised,
         max_response_tokens=config.rollout.max_response_tokens,
-        trust_remote_code=spec.trust_remote_code,
-        date=date,
+        **how,
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -22,12 +22,12 @@ from mcore_rl.batching.assignment import samples_of
 from mcore_rl.batching.table import SampleTable
 from mcore_rl.batching.train_batches import build_train_batch
 from mcore_rl.batching.types import TrainBatch
+from mcore_rl.config import RLConfig
 from mcore_rl.data.demonstrations import Demonstrations, load_supervised_files
 from mcore_rl.data.prompts import prompt_indices
 from mcore_rl.hybrid_engine.switch_report import Hook
 from mcore_rl.observe.stage_timers import StageTimers
 from mcore_rl.rollout.sampler import Collected
-from mcore_rl.spec import JobSpec
 from mcore_rl.trainer.actor import Actor, UpdateStats
 from mcore_rl.trainer.demonstration_store import DemonstrationStore
 from mcore_rl.trainer.job import Job
@@ -37,18 +37,17 @@ from mcore_rl.trainer.step_metrics import update_metrics
 
 
 def read_supervised(
-    spec: JobSpec, *, date: str | None
+    config: RLConfig, folder: Path, **how: Any
 ) -> tuple[Demonstrations, Demonstrations | None]:
-    """Return the rows of supervised training, and held-out ones. Raises UsageError."""
-    config = spec.config
+    """Return the rows of supervised training, and held-out ones. `folder` is that of the tokenizer,
+    `how` are keywords of `load_demonstrations`. Raises UsageError."""
     return load_supervised_files(
         config.recipe.trains_on,
-        spec.checkpoint.folder,
+        folder,
         config.data,
         config.supervised,
         max_response_tokens=config.rollout.max_response_tokens,
-        trust_remote_code=spec.trust_remote_code,
-        date=date,
+        **how,
     )
 
 

@@ -18,7 +18,7 @@ def learn_both(flags: list[str], target: str, *, equal_rewards: bool) -> dict[st
     """Steps from given samples with demonstrations beside them; with `equal_rewards` samples have
     no advantages, so that demonstrations alone are learned."""
     models = build_models(flags)
-    rows = read_mixed(models.job.spec, date=None)
+    rows = read_mixed(models.job.config, models.job.spec.checkpoint.folder)
     assert rows is not None
     models.learner.demonstrations = MixedDemonstrations(models.job, rows)
     table = models.samples()

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from mcore_rl.cli import main
-from mcore_rl.tools.doctor import examination
+from mcore_rl.tools.doctor import machine
 from mcore_rl.tools.doctor.examination import examine_machine
 from mcore_rl.tools.doctor.finding import Finding, Report, Request, green
-from mcore_rl.tools.doctor.gpus import Device, Gpus
+from mcore_rl.tools.doctor.installation import Device, Gpus
 from tests.bad_input_cases import Case, tokens_of
 from tests.bad_input_folder import make_good_folder
 from tests.e2e.recipe import task_flags
@@ -74,7 +74,7 @@ def test_main_job_has_no_red_and_leaves_nothing(warmed_checkpoint: Path, tmp_pat
     assert "the flags are valid for 4 ranks, by all checks of a start" in text
     assert "a step: 16 prompts x 8 samples = 128 sequences of up to 32 tokens" in text
     assert "arithmetic gives 1 to the prompts' own answers and 0 to others" in text
-    assert "4 checkpoints of" in text and "4 ranks here need about" in text
+    assert "for 4 checkpoints of" in text and "4 ranks here need about" in text
     assert "\x1b" not in process.stdout and process.stderr == ""
     assert tree(tmp_path) == set(), "nothing is written"
     left = [p for p in psutil.process_iter() if _environment(p).get("MCORE_RL_TEST_MARK") == mark]
@@ -162,7 +162,7 @@ def test_failing_check_is_red_and_others_still_run(monkeypatch: pytest.MonkeyPat
         yield green("ports", "found before")
         raise OSError(5, "no such\nregister")
 
-    monkeypatch.setattr(examination, "check_ports", broken)
+    monkeypatch.setattr(machine, "check_ports", broken)
     report = Report()
     examine_machine(report, Request(), None, Gpus(), {})
     before, first, *others = report.findings
@@ -202,16 +202,16 @@ def test_without_a_world_size_the_visible_gpus_count(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("tokens", "sentence"),
     [
-        (["--world-size", "0"], "--world-size 0 must be greater than 0"),
-        (["--world-size", "two"], "invalid int value: 'two'"),
+        (["--world-size", "0"], "--world-size: '0' must be a number greater than 0"),
+        (["--world-size", "two"], "--world-size: 'two' must be a number greater than 0"),
         (
             ["--world-size", "2", "--jason", "--", "--lr", "1"],
             "--jason is not a flag of the doctor",
         ),
         (["--world-size", "2", "--", "--help"], "see -m mcore_rl.train --help"),
         (["--gpu", "h300x"], "--gpu h300x is not a known device; choose one of a100-40gb, a100, "),
-        (["--gpu-memory-gb", "-1"], "--gpu-memory-gb -1.0 must be greater than 0"),
-        (["--gpu-reserved-gb", "-1"], "--gpu-reserved-gb -1.0 must be at least 0"),
+        (["--gpu-memory-gb", "-1"], "--gpu-memory-gb: '-1' must be a number greater than 0"),
+        (["--gpu-reserved-gb", "-1"], "--gpu-reserved-gb: '-1' must be a number of at least 0"),
     ],
 )
 def test_wrong_use_of_the_command_gets_one_sentence_and_exit_code_2(

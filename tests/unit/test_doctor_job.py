@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,31 +21,34 @@ from safetensors.torch import save_file
 
 from mcore_rl.batching.types import Prompt
 from mcore_rl.common.errors import UsageError
+from mcore_rl.common.machine import MachineMemory
 from mcore_rl.common.platform import WITHOUT_CUDA
 from mcore_rl.config import RLConfig
 from mcore_rl.job.facts import Facts
 from mcore_rl.job.inputs import check_data
 from mcore_rl.megatron.rng import RngState
 from mcore_rl.planner.plan import Outcome
+from mcore_rl.rewards.pool import check_functions
 from mcore_rl.rewards.specs import RewardSpec, parse_rewards
 from mcore_rl.tools.doctor import job as doctor_job
 from mcore_rl.tools.doctor import reward as reward_checks
-from mcore_rl.tools.doctor.checkpoint import check_load
+from mcore_rl.tools.doctor.data import examine_data, run
 from mcore_rl.tools.doctor.examination import examine_machine
-from mcore_rl.tools.doctor.finding import CHECKPOINT, PROMPTS, Finding, Report, Request
+from mcore_rl.tools.doctor.finding import Finding, Report, Request
 from mcore_rl.tools.doctor.flags import check_flags, check_taken_flags
-from mcore_rl.tools.doctor.gpus import Gpus
-from mcore_rl.tools.doctor.job import examine_job
-from mcore_rl.tools.doctor.plan import (
-    DeviceMemory,
+from mcore_rl.tools.doctor.installation import Gpus
+from mcore_rl.tools.doctor.job import (
     check_batches,
+    check_interval,
+    check_load,
+    check_network_of,
     check_plan,
+    check_space,
     checkpoint_bytes,
-    fullest_on_host,
+    examine_job,
     make_plan,
 )
-from mcore_rl.tools.doctor.prompts import check_demonstrations, check_prompts
-from mcore_rl.tools.doctor.reward import Sample, asks_loopback, check_reward, run_trial
+from mcore_rl.tools.doctor.reward import few_of, try_environment, try_rewards
 from mcore_rl.trainer.resume import folders
 from mcore_rl.trainer.resume.trainer_state import (
     TrainerState,
@@ -57,7 +59,6 @@ from mcore_rl.trainer.resume.trainer_state import (
 from tests.bad_input_cases import Case, tokens_of
 from tests.bad_input_folder import FIRST, INDEX, SECOND
 from tests.reward_server import Server, running_server
-from tests.reward_specs import rewards_of
 from tests.untrusted import need_code_of_tokenizer
 
 GB = 10**9
@@ -196,11 +197,11 @@ def test_expandable_segments_that_slow_the_engines_are_yellow(passed: Job) -> No
     assert passed.facts.rollout is not None and passed.facts.rollout.tp_size == 2
     usual = {"HF_HUB_OFFLINE": "1"}
     setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
-    (found,) = job.check_network({**usual, **setting}, [(9, 0)])
+    (found,) = check_network_of(job, {**usual, **setting}, [(9, 0)])
     assert found.level == "yellow" and "all-reduce" in found.found
     assert "take expandable_segments out of it" in found.remedy
-    assert not list(job.check_network(usual, [(9, 0)]))
-    assert not list(job.check_network({**usual, **setting}, []))  # no GPU
+    assert not list(check_network_of(job, usual, [(9, 0)]))
+    assert not list(check_network_of(job, {**usual, **setting}, []))  # no GPU
 
 
 def test_flags_without_effect_or_given_twice_are_yellow(good: Path) -> None:
@@ -246,7 +247,7 @@ def test_several_files_may_be_imported(good: Path, tmp_path: Path) -> None:
     job = read(good, flags, rl_reward="doctor_scores")
     assert not job.reds and not found_of(job.findings, "yellow")
     assert job.facts.spec is not None
-    (found,) = check_reward(job.facts.spec.rewards, None, FEW, None)
+    (found,) = try_rewards(job.facts.spec.rewards, FEW)
     assert (found.level, found.area) == ("green", "reward")
 
 
@@ -283,7 +284,7 @@ def loaded(
 ) -> tuple[list[tuple[str, str]], Path | None]:
     """Levels and sentences about `--load`, and the checkpoint to resume from."""
     report, place = Report(), None
-    with report.catching(CHECKPOINT):
+    with report.catching("checkpoint"):
         place = check_load(report, values, config or RLConfig())
     return [(each.level, f"{each.found}; {each.remedy}") for each in report.findings], place
 
@@ -300,7 +301,7 @@ def test_load_takes_the_newest_undamaged_step(tmp_path: Path) -> None:
     (found,), place = loaded(load=load)
     assert found[0] == "green" and "step 20" in found[1] and place == newest
     (newest / "__0_0.distcp").write_bytes(b"cut")
-    (damaged, found), place = loaded(load=load)
+    (found, damaged), place = loaded(load=load)
     assert (damaged[0], found[0], place) == ("yellow", "green", older)
     assert "3 bytes instead of 140" in damaged[1] and "step 10" in found[1]
     (found,), _ = loaded(load=load, ckpt_step=15)
@@ -317,6 +318,12 @@ def test_finetune_takes_only_the_weights(tmp_path: Path) -> None:
     (place / "__0_0.distcp").write_bytes(b"cut")
     found, _ = loaded(load=str(tmp_path), finetune=True)
     assert [level for level, _ in found] == ["yellow", "red"]
+
+
+def test_save_only_at_the_end_is_yellow() -> None:
+    levels = [check_interval(interval, 60).level for interval in (60, 59, None)]
+    assert levels == ["yellow", "green", "green"]
+    assert "drop it" in check_interval(60, 60).remedy
 
 
 def test_saving_below_the_steps_of_another_run_is_red(tmp_path: Path) -> None:
@@ -346,36 +353,36 @@ def test_batches_are_described_as_at_a_start(passed: Job) -> None:
     assert found[-1].found.startswith("the run: 100 steps")
 
 
-def planned(job: Job, memory: DeviceMemory) -> Outcome:
-    return make_plan(job.facts.tokens, 2, memory, 100 * GB)
+def planned(job: Job, gpu_bytes: int | None, reserved: int = 0) -> tuple[Outcome, Request]:
+    request = Request(
+        gpu_memory_bytes=gpu_bytes,
+        gpu_memory_source="given",
+        gpu_reserved_bytes=reserved,
+        host_memory_bytes=100 * GB,
+    )
+    return make_plan(job.facts.tokens, 2, request), request
 
 
-@pytest.fixture(scope="module")
-def outcome(passed: Job) -> Outcome:
-    return planned(passed, DeviceMemory(80 * GB, 5 * GB, "here"))
-
-
-def test_plan_that_fits_is_green_with_its_figures(outcome: Outcome) -> None:
-    (found,) = check_plan(outcome, DeviceMemory(80 * GB, 5 * GB, "found here"))
-    assert found.level == "green" and "fits into 80.0 GB (found here)" in found.found
-    (found,) = check_plan(outcome, DeviceMemory(None, 0, ""))
-    assert found.level == "green" and "no device memory" in found.found
-
-
-def test_plan_that_may_not_fit_is_yellow_with_the_planners_remedies(passed: Job) -> None:
-    memory = DeviceMemory(3 * GB, 2 * GB, "--gpu-memory-gb")
-    found = list(check_plan(planned(passed, memory), memory))
-    assert {finding.level for finding in found} == {"yellow"}
-    hand_over = next(each for each in found if each.found.startswith("hand-over may lack"))
-    assert "on devices of 3.00 GB (--gpu-memory-gb)" in hand_over.found
-    assert "--rl-reshard-bucket-mb 64" in hand_over.remedy
-
-
-def test_plan_that_surely_does_not_fit_is_red(passed: Job) -> None:
-    """As the start refuses it: by weights and states alone."""
-    memory = DeviceMemory(GB // 1000, 0, "--gpu-memory-gb")
-    reds = found_of(check_plan(planned(passed, memory), memory), "red")
-    assert "train" in {red.split(" lacks ")[0] for red in reds}
+@pytest.mark.parametrize(
+    ("gpu_bytes", "reserved", "level", "words"),
+    [
+        (80 * GB, 5 * GB, "green", "fits into 80.0 GB (given)"),
+        (None, 0, "green", "no device memory"),
+        # By formulas and reserves alone, where a start only warns.
+        (3 * GB, 2 * GB, "yellow", "hand-over may lack"),
+        (GB // 1000, 0, "red", "train lacks"),
+    ],
+)
+def test_plan_says_what_fits(
+    passed: Job, gpu_bytes: int | None, reserved: int, level: str, words: str
+) -> None:
+    found = list(check_plan(*planned(passed, gpu_bytes, reserved)))
+    (first, *_) = [each for each in found if words in each.found]
+    assert first.level == level
+    assert bool(first.remedy) == (level != "green")
+    if level == "yellow":
+        assert {each.level for each in found} == {"yellow"}
+        assert "--rl-reshard-bucket-mb 64" in first.remedy
 
 
 def test_engines_on_ranks_of_their_own_are_checked_and_planned(good: Path) -> None:
@@ -384,21 +391,39 @@ def test_engines_on_ranks_of_their_own_are_checked_and_planned(good: Path) -> No
     assert [finding.level for finding in job.findings] == ["green"]
     assert job.facts.rollout is not None and job.facts.rollout.world_size == 1
     for size, words in ((None, "no device memory"), (80 * GB, "fits into 80.0 GB")):
-        memory = DeviceMemory(size, 0, "found here")
-        outcome = planned(job, memory)
+        outcome, request = planned(job, size)
+        assert outcome.traffic is not None
         assert outcome.traffic.received.max() > 0  # all that the engine has
-        (found,) = check_plan(outcome, memory)
+        (found,) = check_plan(outcome, request)
         assert found.level == "green" and words in found.found
     for rank in ("2", "0-1"):
         wrong = read(good, f"--rl-rollout-ranks {rank}", **alone)
         assert [f"--rl-rollout-ranks {rank}" in red for red in wrong.reds] == [True]
 
 
-def test_memory_and_disk_grow_with_ranks_and_parameters(outcome: Outcome) -> None:
-    one, two = (
-        fullest_on_host(RLConfig(), outcome, local_ranks=ranks, has_cuda=False) for ranks in (1, 2)
-    )
-    assert two.total_bytes > 1.5 * one.total_bytes > GB
+@pytest.mark.parametrize(
+    ("limit", "available", "level"),
+    # Other programs may end; of all parts only those of exact size are sure.
+    [
+        (100 * GB, 100 * GB, "green"),
+        (100 * GB, 1, "yellow"),
+        (3 * GB, 3 * GB, "yellow"),
+        (1, 1, "red"),
+    ],
+)
+def test_disk_and_host_memory_are_compared_with_what_the_job_needs(
+    passed: Job, monkeypatch: pytest.MonkeyPatch, limit: int, available: int, level: str
+) -> None:
+    assert passed.facts.config is not None
+    outcome, _ = planned(passed, None)
+    memory = MachineMemory(limit, available, "the machine's memory")
+    monkeypatch.setattr(doctor_job, "machine_memory", lambda: memory)
+    report, job = Report(), doctor_job.Job(passed.facts, passed.facts.config, outcome)
+    report.add("space", lambda: check_space(job, 2))
+    disk, host = report.findings
+    assert disk.level == "green" and "for 4 checkpoints of" in disk.found
+    assert host.level == level and "2 rank" in host.found
+    assert bool(host.remedy) == (level != "green")
     # bf16 weights; float32 main parameters and two moments
     assert checkpoint_bytes(outcome, [1000]) == 1000 * (2 + 12)
 
@@ -420,22 +445,35 @@ def rewards_in(config: RLConfig) -> RewardSpec:
     return parse_rewards(config.reward, config.rewards, config.trainer.import_)
 
 
-def checked_reward(config: RLConfig, few: Sequence[Prompt]) -> list[Finding]:
+def examined(
+    config: RLConfig, resumed: Path | None = None, *, area: str = "prompts", **given: object
+) -> list[Finding]:
+    """What is found of the data in an area."""
     environment = config.environments.spec(config.trainer.import_, None)
-    return check_reward(rewards_in(config), environment, few, None)
-
-
-def checked_prompts(
-    config: RLConfig, resumed: Path | None = None, **options: bool
-) -> tuple[list[Finding], list[Prompt]]:
+    facts = Facts(
+        parser=argparse.ArgumentParser(),
+        given=given,
+        config=config,
+        rewards=rewards_in(config) if config.has_engines else None,
+        environment=environment,
+    )
     report = Report()
-    few: list[Prompt] = []
-    with report.catching(PROMPTS):
-        environment = config.environments.spec((), None)
-        few = check_prompts(
-            report, config, rewards_in(config), resumed, environment=environment, **options
-        )
-    return report.findings, few
+    examine_data(report, facts, resumed)
+    return [finding for finding in report.findings if finding.area == area]
+
+
+def tried(config: RLConfig, few: Sequence[Prompt]) -> list[Finding]:
+    """What is found of rewards, by their check at a start and a trial."""
+    report, spec = Report(), rewards_in(config)
+    # `check_rewards` would also import the files here, where another test has used their names.
+    run(report, [("reward", lambda: check_functions(spec))])
+    if not report.findings:
+        report.add("reward", lambda: try_rewards(spec, few))
+    return report.findings
+
+
+def said(found: Iterable[Finding]) -> list[str]:
+    return [f"{each.level}: {each.found}" for each in found if each.level != "green"]
 
 
 def rows(*pairs: tuple[str, str]) -> str:
@@ -447,9 +485,9 @@ REPEATED = (("1+1=", "2"), ("1+1=", "3"), ("2+2=", ""), ("one hundred and one pl
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("content", "changes", "problems", "answers"),
+    ("content", "changes", "problems"),
     [
-        (None, {}, [], ["0", "1"]),
+        (None, {}, []),
         (
             None,
             {"eval_prompts": "{here}/eval.jsonl", "num_prompts_per_step": 32},
@@ -457,53 +495,60 @@ REPEATED = (("1+1=", "2"), ("1+1=", "3"), ("2+2=", ""), ("one hundred and one pl
                 "yellow: a step draws 32 prompts of 16",
                 "yellow: 16 of 16 prompts of --rl-eval-prompts are in --rl-prompts",
             ],
-            ["0", "1"],
         ),
         (
             rows(*REPEATED),
             {"max_prompt_tokens": 8, "num_prompts_per_step": 1},
             [
-                "yellow: --rl-prompts: 1 prompt longer than --rl-max-prompt-tokens 8",
+                "yellow: --rl-prompts .*1 of 4 prompts are longer than 8 tokens",
                 "yellow: --rl-prompts: 1 prompt without an answer",
                 "yellow: --rl-prompts: 1 row with the prompt of another, 1 with another answer",
             ],
-            ["2", "3"],
         ),
         (
             rows(("1+1=", ""), ("1+2=", ""), ("1+3=", "")),
             {"num_prompts_per_step": 1},
             ["yellow: --rl-prompts: 3 prompts without an answer"],
-            ["", ""],
         ),
-        (
-            None,
-            {"hf_checkpoint": "{here}/nowhere"},
-            ["yellow: --rl-prompts: 16 prompts, of unknown length"],
-            [],
-        ),
-        (None, {"prompts": None}, ["red: --rl-prompts is missing"], []),
-        (rows(("1+1=", "2")) + '{"prompt"', {}, ["red: .*line 2: is not valid JSON"], []),
+        (None, {"hf_checkpoint": "{here}/nowhere"}, ["yellow: 16 rows cannot be tokenised"]),
+        (None, {"prompts": None}, ["red: --rl-prompts is missing"]),
+        (rows(("1+1=", "2")) + '{"prompt"', {}, ["red: .*line 2: is not valid JSON"]),
     ],
 )
 def test_prompts_are_examined_and_nothing_is_written(
-    here: Path,
-    content: str | None,
-    changes: dict[str, Any],
-    problems: list[str],
-    answers: list[str],
+    here: Path, content: str | None, changes: dict[str, Any], problems: list[str]
 ) -> None:
     if content is not None:
         (here / "prompts.jsonl").write_text(content)
     before = sorted(here.rglob("*"))
     named = {key: str(here / value[7:]) for key, value in changes.items() if "{here}" in str(value)}
-    found, few = checked_prompts(config_of(here, **{**changes, **named}))
-    said = [f"{each.level}: {each.found}" for each in found if each.level != "green"]
-    for pattern, sentence in zip(problems, said, strict=True):
+    found = examined(config_of(here, **{**changes, **named}))
+    for pattern, sentence in zip(problems, said(found), strict=True):
         assert re.match(pattern, sentence), (pattern, sentence)
-    assert [prompt.answer for prompt in few] == answers
+    assert all(each.remedy for each in found if each.level != "green")
     assert sorted(here.rglob("*")) == before
     if not problems:
-        assert found[0].found == "--rl-prompts: 16 prompts of 4 to 4 tokens, median 4"
+        assert found[0].found == "--rl-prompts: 16 rows of 4 to 4 tokens, median 4"
+
+
+def test_a_trial_takes_prompts_of_each_source_whose_answers_differ() -> None:
+    pairs = (("1", ""), ("2", "a"), ("3", "a"), ("4", " "), ("5", "b"), ("6", "c"))
+    assert [prompt.text for prompt in few_of(prompts(*pairs))] == ["2", "5"]  # type: ignore[arg-type]
+    assert len(few_of(prompts(*(("1", ""),) * 3))) == 2  # type: ignore[arg-type]
+    other = [dataclasses.replace(prompt, source="other") for prompt in FEW]
+    assert few_of([*FEW, *other]) == [*FEW, *other]  # type: ignore[arg-type]
+
+
+def data_of(config: RLConfig, here: Path) -> Any:
+    """What a start checks."""
+    return SimpleNamespace(
+        config=config,
+        rewards=rewards_in(config),
+        environment=config.environments.spec((), None),
+        checkpoint=SimpleNamespace(folder=here / "checkpoint"),
+        trust_remote_code=False,
+        flags={},
+    )
 
 
 def test_a_missing_end_token_is_yellow_and_logged_at_the_start(
@@ -512,23 +557,11 @@ def test_a_missing_end_token_is_yellow_and_logged_at_the_start(
     config_json = json.loads((here / "checkpoint" / "config.json").read_text())
     del config_json["eos_token_id"]
     (here / "checkpoint" / "config.json").write_text(json.dumps(config_json))
-    config = config_of(here)
-    (yellow,) = found_of(checked_prompts(config)[0], "yellow")
-    fault = f"no end of sequence is known: {here}/checkpoint/config.json has no eos_token_id"
-    assert yellow.startswith(fault) and yellow.endswith("every response will be cut")
-    checkpoint = SimpleNamespace(folder=here / "checkpoint")
-    checked: Any = SimpleNamespace(
-        config=config,
-        rewards=rewards_in(config),
-        environment=None,
-        checkpoint=checkpoint,
-        trust_remote_code=False,
-        flags={},
-    )
-    check_data(checked)
-    (warning,) = caplog.messages
-    assert warning.startswith(fault) and '"eos_token_id": 2' in warning
-    assert "will be cut at --rl-max-response-tokens 512; name the token in" in warning
+    (yellow,) = [each for each in examined(config_of(here)) if each.level == "yellow"]
+    assert f"{here}/checkpoint/config.json has no eos_token_id" in yellow.found
+    assert '"eos_token_id": 2' in yellow.remedy and not caplog.messages
+    check_data(data_of(config_of(here), here))
+    assert caplog.messages == [f"{yellow.found}; {yellow.remedy}"]
 
 
 @pytest.mark.parametrize(
@@ -539,21 +572,29 @@ def test_rows_whose_tests_check_nothing_are_red_by_their_number(
 ) -> None:
     answers = ("assert f(1) == 2", "assert True", "5")
     (here / "prompts.jsonl").write_text(rows(*(("1+1=", answer) for answer in answers)))
-    (red,) = found_of(checked_prompts(config_of(here, **changes))[0], "red")
+    (red,) = found_of(examined(config_of(here, **changes)), "red")
     assert red.startswith(f"--rl-prompts {here / 'prompts.jsonl'}, row 2: ")
     assert "(1 more such rows: 3)" in red
     config = config_of(here, **changes, prompts=str(here / "eval.jsonl"))
     held_out = config.replaced(eval_prompts=str(here / "prompts.jsonl"))
-    checked: Any = SimpleNamespace(
-        config=held_out,
-        rewards=rewards_in(held_out),
-        environment=held_out.environments.spec((), None),
-        checkpoint=SimpleNamespace(folder=here / "checkpoint"),
-        trust_remote_code=False,
-        flags={},
-    )
     with pytest.raises(UsageError, match="row 1: the answer asserts nothing"):
-        check_data(checked)
+        check_data(data_of(held_out, here))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("assert f(1) is None", "code whose functions return None passes"),
+        ("assert len([1]) == 1 or f", "empty code passes"),
+        ("def check(candidate):\n    assert candidate(1)", "no entry_point"),
+    ],
+)
+def test_a_sandbox_that_would_pay_for_nothing_is_red(here: Path, answer: str, words: str) -> None:
+    (here / "prompts.jsonl").write_text(rows(("1+1=", answer)))
+    config = config_of(here, reward="python_sandbox")
+    (red,) = [each for each in examined(config) if each.level == "red"]
+    assert words in red.found and "--rl-answer-column" in red.remedy
 
 
 @pytest.mark.slow
@@ -563,28 +604,29 @@ def test_a_tokenizer_with_code_is_red_unless_it_is_trusted(
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     marker = tmp_path / "was_here"
     need_code_of_tokenizer(here / "checkpoint", marker)
-    (refused,) = checked_prompts(config_of(here))[0]
+    (refused,) = examined(config_of(here))
     assert refused.level == "red" and "with code of its own" in refused.found
     assert "--trust-remote-code" in refused.remedy and not marker.exists()
-    found = checked_prompts(config_of(here), trust_remote_code=True)[0]
+    found = examined(config_of(here), trust_remote_code=True)
     assert {each.level for each in found} == {"green"} and marker.exists()
 
 
-def test_first_row_is_shown_as_it_is_learned_and_bad_ones_are_counted(here: Path) -> None:
-    def found(**changes: object) -> str:
-        report, config = Report(), config_of(here, bad_rows="skip", **changes)
-        if config.has_engines:
-            return "\n".join(map(str, checked_prompts(config)[0]))
-        check_demonstrations(report, config)
-        return "\n".join(map(str, report.findings))
-
+@pytest.mark.parametrize(
+    ("algorithm", "learned"),
+    [("grpo", "1+1=«the response is learned»"), ("sft", "«2"), ("dpo", "«3")],
+)
+def test_first_row_is_shown_as_it_is_learned_and_bad_ones_are_counted(
+    here: Path, algorithm: str, learned: str
+) -> None:
     pair = {"prompt": "1+1=", "answer": "2", "response": "2", "chosen": "2", "rejected": "3"}
     (here / "prompts.jsonl").write_text("nonsense\n" + json.dumps(pair))
-    assert "1+1=«the response is learned»" in found()
-    assert "«2" in found(algorithm="sft") and "«3" in found(algorithm="dpo")
-    for algorithm in ("grpo", "sft", "dpo"):
-        said = found(algorithm=algorithm)
-        assert "row 2, " in said and "1 of 2 rows" in said and "is not valid JSON" in said
+    config = config_of(here, bad_rows="skip", algorithm=algorithm, num_prompts_per_step=1)
+    found = examined(config)
+    text = " ".join(each.found for each in found)
+    assert learned in text and "row 2, " in text
+    assert "1 of 2 rows" in text and "is not valid JSON" in text
+    assert {each.level for each in found} == {"green", "yellow"}
+    assert any("correct the file" in each.remedy for each in found)
 
 
 def save_state(state: TrainerState, folder: Path) -> None:
@@ -612,13 +654,13 @@ def test_prompts_must_be_those_that_the_checkpoint_has_drawn_from(here: Path) ->
         assert read_trainer_state(here / name / "trainer") == state
 
     def last(name: str, **changes: object) -> Finding:
-        return checked_prompts(config_of(here, **changes), here / name)[0][-1]
+        return examined(config_of(here, **changes), here / name)[-1]
 
     assert last("same").found == f"the prompts are those of {here}/same"
     assert last("other").level == "red" and "restart" in last("other").remedy
     assert last("other", on_changed_prompts="restart").level == "yellow"
     # What an earlier version noted says nothing of tokens.
-    assert last("earlier").level == "yellow" and "unknown" in last("earlier").found
+    assert last("earlier").level == "yellow" and "not known" in last("earlier").found
 
 
 def test_start_date_is_read_from_the_checkpoints(tmp_path: Path) -> None:
@@ -679,7 +721,7 @@ def importing(folder: Path, source: str, **changes: object) -> RLConfig:
 
 def test_a_reward_that_tells_right_from_wrong_is_green(tmp_path: Path) -> None:
     config = config_of(tmp_path, reward="arithmetic,exact_match")
-    found = checked_reward(config, FEW)
+    found = tried(config, FEW)
     assert [finding.level for finding in found] == ["green", "green"]
     assert found[0].found == "arithmetic gives 1 to the prompts' own answers and 0 to others"
 
@@ -688,45 +730,34 @@ def test_a_reward_that_tells_right_from_wrong_is_green(tmp_path: Path) -> None:
 def test_failing_rewards_are_reported_with_what_they_raise_and_print(tmp_path: Path) -> None:
     names = "raises,blind,awaits,hangs"
     config = importing(tmp_path, REWARDS, reward=names, reward_timeout_seconds=1.0)
-    printed, raises, blind, awaits, hangs = checked_reward(config, FEW[:1])
+    printed, raises, blind, awaits, hangs = tried(config, FEW[:1])
     assert awaits.level == "green" and "awaits gives 1 to" in awaits.found
-    assert printed.found == "what is asked for prints: about to divide about to divide"
+    assert printed.found.startswith("raises prints: about to divide about to divide")
     assert raises.level == "red"
     assert "gives no value for 2 of 2 samples: raised ZeroDivisionError" in raises.found
     assert blind.level == "yellow" and "blind gives 0.5 to" in blind.found
     assert hangs.level == "red" and "no value within 1 s" in hangs.found
 
 
-PAIR = json.dumps({"inputs": ["1"], "outputs": ["2"]})
-SANDBOX = {"reward": "python_sandbox"}
+TESTS = json.dumps({"inputs": ["1"], "outputs": ["2"]})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("changes", "answer", "level", "words"),
+    ("reward", "answer", "level", "words"),
     [
-        ({"reward": "nowhere:fn"}, "5", "red", "--rl-reward nowhere:fn cannot be imported"),
-        ({"reward": "exact_mach"}, "5", "red", "did you mean exact_match?"),
-        ({"reward": "ends"}, "5", "red", "exit code 3"),
-        ({}, "five", "red", "'five' is not a number"),
-        (SANDBOX, PAIR, "green", "python_sandbox runs; code is confined by "),
-        (SANDBOX, "assert f(1) == 3", "green", "python_sandbox runs; code is confined by "),
-        (SANDBOX, "5", "red", "asserts nothing"),
-        (SANDBOX, "def check(candidate):\n    assert candidate(1)", "red", "no entry_point"),
-        (SANDBOX, "assert f(1) is None", "red", "pays code whose functions return None"),
-        (SANDBOX, "assert len([1]) == 1 or f", "red", "pays empty code"),
+        ("nowhere:fn", "5", "red", "--rl-reward nowhere:fn cannot be imported"),
+        ("exact_mach", "5", "red", "did you mean exact_match?"),
+        ("arithmetic", "five", "red", "'five' is not a number"),
+        ("python_sandbox", TESTS, "green", "python_sandbox runs; code is confined by "),
+        ("python_sandbox", "5", "red", "--rl-answer-column"),
     ],
 )
 def test_a_reward_is_tried_with_the_answers(
-    tmp_path: Path, changes: dict[str, Any], answer: str, level: str, words: str
+    tmp_path: Path, reward: str, answer: str, level: str, words: str
 ) -> None:
-    config = config_of(tmp_path, **changes)
-    if changes == {"reward": "ends"}:
-        config = importing(tmp_path, "import os\nos._exit(3)\n", **changes)
-    (found,) = checked_reward(config, prompts(("2+3=", answer)))
+    (found,) = tried(config_of(tmp_path, reward=reward), prompts(("2+3=", answer)))
     assert found.level == level and words in f"{found.found} {found.remedy}"
-    if changes == SANDBOX and level == "red":
-        assert "--rl-answer-column" in found.remedy
 
 
 def test_the_folder_of_a_reward_model_is_read(here: Path) -> None:
@@ -734,11 +765,10 @@ def test_the_folder_of_a_reward_model_is_read(here: Path) -> None:
         job = read(here, rl_reward="model", rl_reward_model=str(folder))
         facts = job.facts
         assert facts.rewards is not None
-        findings = [
-            *job.findings,
-            *check_reward(facts.rewards, None, [], facts.reward_model_folder),
-        ]
-        (found,) = [finding for finding in findings if finding.area == "reward"]
+        report = Report()
+        report.findings += job.findings
+        examine_data(report, facts)
+        (found,) = [finding for finding in report.findings if finding.area == "reward"]
         return found
 
     folder = Path(shutil.copytree(here / "checkpoint", here / "reward"))
@@ -751,13 +781,10 @@ def test_the_folder_of_a_reward_model_is_read(here: Path) -> None:
     assert of(folder).level == "green"
 
 
-def test_without_prompts_a_reward_is_imported_only(tmp_path: Path) -> None:
-    warning, found = checked_reward(config_of(tmp_path), [])
-    assert warning.level == "yellow"
-    assert (found.level, found.found) == ("green", "arithmetic can be imported")
-    url = "http://127.0.0.1:9/"
-    (warning,) = checked_reward(config_of(tmp_path, reward="http", reward_url=url), [])
-    assert warning.level == "yellow" and "servers are not asked" in warning.found
+def test_without_prompts_a_reward_is_not_tried(here: Path) -> None:
+    (here / "prompts.jsonl").write_text("nonsense")
+    (warning,) = examined(config_of(here), area="reward")
+    assert warning.level == "yellow" and "correct the prompts" in warning.remedy
 
 
 @pytest.mark.slow
@@ -773,15 +800,15 @@ def test_a_reward_slower_than_the_doctor_waits_is_yellow(
             reward_url=f"http://127.0.0.1:{listening.getsockname()[1]}/",
             reward_timeout_seconds=30.0,
         )
-        _, hangs, raises, http = checked_reward(config, FEW[:1])
+        hangs, _, raises, http = tried(config, FEW[:1])
     for name, found in (("hangs", hangs), ("http", http)):
         assert found.level == "yellow"
         assert found.found.startswith(f"{name} gives no value within 1 s")
-        assert found.found.endswith("the run waits 30 s")
+        assert "30 s" in found.remedy
     assert raises.level == "red"
     config = config.replaced(reward="hangs", reward_url=None)
     short = config.replaced(reward_timeout_seconds=1.0)
-    assert [checked_reward(c, FEW[:1])[0].level for c in (config, short)] == ["yellow", "red"]
+    assert [tried(c, FEW[:1])[0].level for c in (config, short)] == ["yellow", "red"]
 
 
 @pytest.fixture
@@ -799,8 +826,7 @@ def server() -> Iterator[Server]:
 
 def test_a_server_that_tells_right_from_wrong_is_green(server: Server, tmp_path: Path) -> None:
     config = config_of(tmp_path, reward="http", reward_url=server.url)
-    assert asks_loopback(config) and not asks_loopback(config_of(tmp_path))
-    (found,) = checked_reward(config, FEW)
+    (found,) = tried(config, FEW)
     assert found.level == "green", found
 
 
@@ -810,14 +836,14 @@ def test_a_server_that_fails_is_asked_once(
 ) -> None:
     server.behaviour = lambda body: (503, b"")
     config = config_of(tmp_path, reward="http", reward_url=server.url)
-    (found,) = checked_reward(config, few)
+    (found,) = tried(config, few)
     assert found.level == "red" and "HTTP status 503" in found.found
     assert len(server.requests) == 1
 
 
 def test_without_answers_a_reward_must_only_give_a_value(server: Server, tmp_path: Path) -> None:
     config = importing(tmp_path, REWARDS, reward="blind,arithmetic,http", reward_url=server.url)
-    blind, arithmetic, http = checked_reward(config, BLANK)
+    blind, arithmetic, http = tried(config, BLANK)
     assert (blind.level, http.level) == ("green", "green")
     assert blind.found == "blind gives 0.5 where prompts have no answer"
     assert arithmetic.level == "red" and "fill in the answers" in arithmetic.remedy
@@ -833,15 +859,18 @@ class Picky(Environment, name="picky"):
 """
 
 
-def test_an_environment_is_started_with_a_few_prompts(tmp_path: Path) -> None:
+def test_an_environment_is_started_with_a_few_prompts(here: Path, tmp_path: Path) -> None:
     config = importing(tmp_path, PICKY, reward=None, environment="picky")
-    (good,) = checked_reward(config, FEW[:1])
+    spec = config.environments.spec(config.trainer.import_, None)
+    assert spec is not None
+    (good,) = try_environment(spec, FEW[:1])
     assert (good.level, good.found) == ("green", "environment picky starts with 1 prompt(s)")
-    (bad,) = checked_reward(config, FEW)
+    (bad,) = try_environment(spec, FEW)
     assert bad.level == "red" and "picky cannot start with 1 of 2 prompts" in bad.found
     assert bad.found.endswith("raised AssertionError: another answer")
-    (unknown,) = checked_reward(config.replaced(environment="pickey"), FEW)
-    assert unknown.level == "red" and "is not an environment (did you mean picky?)" in unknown.found
+    unknown_name = config_of(here, reward=None, environment="pickey", no_chat_template=True)
+    (unknown,) = examined(unknown_name, area="reward")
+    assert unknown.level == "red" and "pickey is not an environment" in unknown.found
 
 
 PAYS_FOR_NOTHING = """
@@ -863,7 +892,7 @@ def below_zero(*, prompt, response, answer):
 
 def test_a_reward_that_pays_for_nothing_is_yellow(tmp_path: Path) -> None:
     config = importing(tmp_path, PAYS_FOR_NOTHING, reward="within,any_answer,shy,below_zero")
-    within, any_answer, shy, below_zero = checked_reward(config, FEW)
+    within, any_answer, shy, below_zero = tried(config, FEW)
     assert [each.level for each in (within, any_answer, shy)] == ["yellow"] * 3
     assert "it pays 1 for an empty response and 1 for a blank one" in within.found
     assert "it pays 1 for another prompt's answer" in any_answer.found
@@ -872,15 +901,10 @@ def test_a_reward_that_pays_for_nothing_is_yellow(tmp_path: Path) -> None:
 
 
 def test_a_trial_leaves_no_process(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        REWARDS.replace("return 0.5", "import os; return os.getpid()")
-    )
-    spec = rewards_of("blind", imports=[str(tmp_path / "mine.py")])
-    prompt = Prompt(0, "2+3=", "5", np.zeros(0, np.int32))
-    trial = run_trial(spec, [Sample("right", prompt, "5")])
-    (outcome,) = trial.outcomes["blind"]
-    assert outcome.failure is None and int(outcome.reward) != os.getpid()
-    assert not Path(f"/proc/{int(outcome.reward)}").exists()
+    source = REWARDS.replace("return 0.5", "import os; print(os.getpid(), flush=True)")
+    printed, _ = tried(importing(tmp_path, source, reward="blind"), FEW)
+    (pid, *_) = {*printed.found.removeprefix("blind prints: ").split()}
+    assert int(pid) != os.getpid() and not Path(f"/proc/{pid}").exists()
 
 
 # ---------------------------------------------------------------------- folders that lack something

@@ -26,8 +26,6 @@ WITHOUT_FLAG = {
     "mcore_rl/flags/packages.py": "packages",
     "mcore_rl/common/megatron_version.py": "packages",
     "mcore_rl/common/platform.py": "a package",
-    "mcore_rl/tools/doctor/patches.py": "a patch and a package",
-    "mcore_rl/tools/doctor/reward.py::run_trial": "what a reward does",
     "mcore_rl/common/spawning.py": "the user's script",
     "mcore_rl/job/environment.py::open_store": "several variables of the environment",
     # Of a call: nobody has typed a flag.

@@ -21,8 +21,8 @@ from mcore_rl.megatron.hf_checkpoint import (
 from mcore_rl.megatron.hf_files import INDEX, check_copies, other_files, row_blocks
 from mcore_rl.model.config_json import model_shape
 from mcore_rl.model.tensors import checkpoint_tensors
-from mcore_rl.tools.doctor import checkpoint as doctor_checkpoint
-from mcore_rl.tools.doctor.checkpoint import check_hf_folder, check_other_folders
+from mcore_rl.tools.doctor import job as doctor_job
+from mcore_rl.tools.doctor.job import check_folder
 from tests.bad_input_folder import DEEPSEEK, QWEN3
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -56,7 +56,7 @@ def write(folder: Path, config: dict[str, Any], *files: Tensors, index: bool = T
 
 
 def read(folder: Path, config: dict[str, Any], num_parts: int = 3) -> HFCheckpoint:
-    """Read a folder as the ranks of a start do, and then as the doctor does."""
+    """Read a folder as the ranks of a start do, then as one process does, and the doctor."""
     shape = model_shape(config, folder / "config.json")
     checkpoint = open_checkpoint(folder, shape)
     check_tensors(checkpoint, shape, flag=FLAG)
@@ -68,11 +68,11 @@ def read(folder: Path, config: dict[str, Any], num_parts: int = 3) -> HFCheckpoi
             refusals.append(str(error))
     if refusals:
         with pytest.raises(UsageError) as found:
-            list(check_hf_folder(shape, checkpoint))
+            check_copies(folder, checkpoint.repeated)
         assert str(found.value) == refusals[0]  # each names the first value in its own rows
         assert len({each.partition("repeat it: ")[0] for each in refusals}) == 1
         raise found.value
-    assert {finding.level for finding in check_hf_folder(shape, checkpoint)} == {"green"}
+    assert {finding.level for finding in check_folder(checkpoint, shape)} == {"green"}
     return checkpoint
 
 
@@ -183,7 +183,7 @@ def test_multimodal_folder_is_read_as_its_text_model(
     assert found.others.keys() == TOWER.keys()
     assert found.stored_name(EMBEDDING) == f"{prefix}embed_tokens.weight"
     assert len(found.repeated) == len(head) and not found.is_all_that_vllm_reads
-    _, others = check_hf_folder(model_shape(config, Path("config.json")), found)
+    _, others = check_folder(found, model_shape(config, Path("config.json")))
     assert "besides the text model (3 tensors) are not trained" in others.found
     for name, tensor in {**of_text, **TOWER}.items():
         assert torch.equal(read_tensor(found, name), tensor)
@@ -280,11 +280,11 @@ def test_doctor_reports_complete_only_after_reading_all(
     write(tmp_path, QWEN3, tensors)
     shape = model_shape(QWEN3, tmp_path / "config.json")
     checkpoint = open_checkpoint(tmp_path, shape)
-    whole, zeros = check_hf_folder(shape, checkpoint)
+    whole, zeros = check_folder(checkpoint, shape)
     assert (whole.level, zeros.level) == ("green", "yellow")
     assert "all complete" in whole.found and f"{EMBEDDING} and 1 other tensor" in zeros.found
-    monkeypatch.setattr(doctor_checkpoint, "_READ_BYTES", checkpoint.stored_bytes // 4)
-    part, *_ = check_hf_folder(shape, checkpoint)
+    monkeypatch.setattr(doctor_job, "_READ_BYTES", checkpoint.stored_bytes // 4)
+    part, *_ = check_folder(checkpoint, shape)
     assert "all complete" not in part.found and "one tensor in 4 was read" in part.found
 
 
@@ -293,8 +293,7 @@ def test_doctor_reads_values_of_other_models(tmp_path: Path) -> None:
     write(tmp_path, QWEN3, tensors | {HEAD: tensors[HEAD] / 0})
     critic = open_checkpoint(tmp_path, model_shape(QWEN3, tmp_path / "config.json"))
     with pytest.raises(UsageError, match=f"^{HEAD} .* nan or infinite"):
-        check_other_folders({"--rl-hf-checkpoint": critic, "--rl-critic-init": critic})
-    check_other_folders({"--rl-hf-checkpoint": critic})  # checked by itself
+        list(check_folder(critic))
 
 
 INDEXES = {

@@ -13,10 +13,9 @@ from mcore_rl.common.errors import UsageError
 from mcore_rl.flags import packages
 from mcore_rl.job.preflight import check_versions
 from mcore_rl.patches import registry
-from mcore_rl.patches.registry import Patch, apply_patch
-from mcore_rl.tools.doctor import patches as doctor_patches
-from mcore_rl.tools.doctor import versions
-from mcore_rl.tools.doctor.gpus import Gpus
+from mcore_rl.patches.registry import Patch, apply_patch, patched_by
+from mcore_rl.tools.doctor import installation
+from mcore_rl.tools.doctor.installation import Gpus
 from mcore_rl.trainer import recorder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -137,12 +136,12 @@ def test_admitted_torch_is_shown_wherever_versions_are(monkeypatch: pytest.Monke
     monkeypatch.setattr(packages, "TORCH", "2.12.0")
     note = str(packages.note_of_admitted_torch())
     assert "2.13.0" in note and "2.12.0" in note and "MCORE_RL_ADMIT_TORCH" in note
-    here = versions.installed_versions()
-    found = versions.check_versions(here, Gpus(), torch_cuda=None, vllm_wants={})
+    here = installation.installed_versions()
+    found = installation.check_versions(here, Gpus(), torch_cuda=None, vllm_wants={})
     assert [finding.found for finding in found if finding.level == "yellow"] == [note]
     assert recorder.versions_of_run()["MCORE_RL_ADMIT_TORCH"] == "2.13.0"
     patch = Patch("of torch", "", lambda: None, packages=("torch",), versions="==2.12.0")
-    assert apply_patch(patch) and doctor_patches._is_to_apply(patch, apply=False)
+    assert apply_patch(patch) and patched_by(patch) == "torch 2.13.0+cpu"
     monkeypatch.delenv("MCORE_RL_ADMIT_TORCH")
     with pytest.raises(UsageError, match="not the installed 2.13.0"):
         apply_patch(dataclasses.replace(patch, name="again"))

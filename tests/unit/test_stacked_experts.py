@@ -19,7 +19,7 @@ from mcore_rl.megatron.hf_checkpoint import (
 )
 from mcore_rl.megatron.stacked_experts import dequantise
 from mcore_rl.model.config_json import ModelShape, model_shape
-from mcore_rl.tools.doctor.checkpoint import check_hf_folder
+from mcore_rl.tools.doctor.job import check_folder
 from scripts.make_tiny_deepseek import hf_config
 from tests.mxfp4_checkpoint import QUANTIZATION, random_mxfp4
 
@@ -84,7 +84,7 @@ def test_every_box_of_every_expert_matches_the_whole_tensor(make, tmp_path):
         expected[f"{PREFIX}{expert}.w2.weight"] = meant["down_proj"][expert]
         expected[f"{PREFIX}{expert}.w2.bias"] = biases["down_proj_bias"][expert]
     assert checkpoint.tensors.keys() == expected.keys()
-    (check,) = check_hf_folder(shape_of(mxfp4=make is in_mxfp4), checkpoint)
+    (check,) = check_folder(checkpoint, shape_of(mxfp4=make is in_mxfp4))
     assert (" of MXFP4, read as bfloat16," in check.found) == (make is in_mxfp4)
     check_complete(checkpoint, set(expected))
     for name, whole in expected.items():

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import io
 import json
-import logging
+import os
+import sys
 import time
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -19,7 +18,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from mcore_rl.common.errors import CORRECT, UsageError
+from mcore_rl.common.errors import UsageError
 from mcore_rl.data.tokenizer_process import close_all
 from mcore_rl.planner.report import make_console
 from mcore_rl.planner.settings import GB, GPU_RESERVED_GB, GPUS, gpu_named
@@ -29,12 +28,23 @@ from mcore_rl.tools.doctor.finding import Finding, Level, Request, counts
 # A word for each colour, for readers and files without colours.
 _WORDS: dict[Level, str] = {"green": "ok", "yellow": "warn", "red": "fail"}
 _INDENT = (0, 0, 0, 2)
-_POSITIVE = ("--world-size", "--gpu-memory-gb", "--host-memory-gb")
 
 
 def main(options: argparse.Namespace, others: Sequence[str]) -> int:
     """Run the command on a job's flags, `others`; return 0 if nothing is red, else 1."""
-    request = _request(options, others)
+    gpu_memory_gb, source = options.gpu_memory_gb, "--gpu-memory-gb"
+    if options.gpu is not None and gpu_memory_gb is None:
+        gpu_memory_gb, source = gpu_named(options.gpu).memory_gb, f"--gpu {options.gpu}"
+    sizes = (gpu_memory_gb, options.host_memory_gb)
+    gpu_bytes, host_bytes = (None if size is None else int(size * GB) for size in sizes)
+    request = Request(
+        tokens=_flags_of_job(others),
+        world_size=options.world_size,
+        gpu_memory_bytes=gpu_bytes,
+        gpu_memory_source=source,
+        gpu_reserved_bytes=int(options.gpu_reserved_gb * GB),
+        host_memory_bytes=host_bytes,
+    )
     started = time.perf_counter()
     with _quiet():
         findings = examine(request)
@@ -59,54 +69,30 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "flag, any --rl-* flag, --rl-ranks-per-node and --rl-config FILE included. GB are 10^9 "
         "bytes."
     )
-    add = parser.add_argument
-    add(
-        "--world-size",
-        type=int,
-        help="number of ranks of the job (default: the GPUs of this machine that are visible, or "
-        "one process)",
-    )
+    ranks = "ranks of the job (default: the GPUs of this machine that are visible, or one process)"
+    names = f"device of the job: {', '.join(GPUS)} (default: this machine's)"
+    memory = "memory of a device (default: that of --gpu, or this machine's)"
+    reserved, add = "part of it that tensors cannot use", parser.add_argument
+    add("--world-size", type=_positive(int), help=ranks)
     add("--json", action="store_true", help="print the findings as JSON")
-    add(
-        "--gpu",
-        metavar="NAME",
-        help=f"device of the job: {', '.join(GPUS)} (default: this machine's)",
-    )
-    add(
-        "--gpu-memory-gb",
-        type=float,
-        help="memory of a device (default: that of --gpu, or this machine's)",
-    )
-    add(
-        "--gpu-reserved-gb",
-        type=float,
-        default=GPU_RESERVED_GB,
-        help="part of it that tensors cannot use",
-    )
-    add("--host-memory-gb", type=float, help="memory of a node (default: this machine's)")
+    add("--gpu", metavar="NAME", help=names)
+    add("--gpu-memory-gb", type=_positive(float), help=memory)
+    add("--gpu-reserved-gb", type=_positive(float, 0), default=GPU_RESERVED_GB, help=reserved)
+    node = "memory of a node (default: this machine's)"
+    add("--host-memory-gb", type=_positive(float), help=node)
 
 
-def _request(options: argparse.Namespace, others: Sequence[str]) -> Request:
-    job = _flags_of_job(others)
-    gpu_memory_gb, source = options.gpu_memory_gb, "--gpu-memory-gb"
-    if options.gpu is not None and gpu_memory_gb is None:
-        gpu_memory_gb, source = gpu_named(options.gpu).memory_gb, f"--gpu {options.gpu}"
-    sizes = (gpu_memory_gb, options.host_memory_gb)
-    for flag, value in zip(_POSITIVE, (options.world_size, *sizes), strict=True):
-        if value is not None and not value > 0:
-            raise UsageError("must be greater than 0", flag=f"{flag} {value}", remedy=CORRECT)
-    if not options.gpu_reserved_gb >= 0:
-        flag = f"--gpu-reserved-gb {options.gpu_reserved_gb}"
-        raise UsageError("must be at least 0", flag=flag, remedy=CORRECT)
-    gpu_bytes, host_bytes = (None if size is None else int(size * GB) for size in sizes)
-    return Request(
-        tokens=job,
-        world_size=options.world_size,
-        gpu_memory_bytes=gpu_bytes,
-        gpu_memory_source=source,
-        gpu_reserved_bytes=int(options.gpu_reserved_gb * GB),
-        host_memory_bytes=host_bytes,
-    )
+def _positive(number: type[float], *least: float) -> Callable[[str], float]:
+    """Return a type of argparse for numbers above 0, or of at least `least`."""
+
+    def parse(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            if (value := number(text)) > 0 or value in least:
+                return value
+        bound = f"of at least {least[0]:g}" if least else "greater than 0"
+        raise argparse.ArgumentTypeError(f"'{text}' must be a number {bound}")
+
+    return parse
 
 
 def _flags_of_job(others: Sequence[str]) -> tuple[str, ...]:
@@ -125,18 +111,21 @@ def _flags_of_job(others: Sequence[str]) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress output, logs and warnings of the examined packages; findings replace them."""
-    disabled = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with (
-            contextlib.redirect_stdout(io.StringIO()),
-            contextlib.redirect_stderr(io.StringIO()),
-            warnings.catch_warnings(action="ignore"),
-        ):
+    """Suppress what examined packages and their processes write; findings replace it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [(number, os.dup(number)) for number in (1, 2)]
+    with open(os.devnull, "w") as nowhere:
+        for number, _ in kept:
+            os.dup2(nowhere.fileno(), number)
+        try:
             yield
-    finally:
-        logging.disable(disabled)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for number, copy in kept:
+                os.dup2(copy, number)
+                os.close(copy)
 
 
 def print_findings(findings: Sequence[Finding], seconds: float, console: Console) -> None:

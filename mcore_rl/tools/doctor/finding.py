@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from mcore_rl.common.errors import CORRECT, UsageError
 
 Level = Literal["green", "yellow", "red"]
-LEVELS: tuple[Level, ...] = ("green", "yellow", "red")
-
-VERSIONS = "versions"
-PATCHES = "patches"
-FLAGS = "flags"
-CHECKPOINT = "checkpoint"
-BATCHES = "batches"
-PLAN = "plan"
-PROMPTS = "prompts"
-REWARD = "reward"
-PORTS = "ports"
-SHARED_MEMORY = "shared memory"
-LIMITS = "limits"
-SPACE = "space"
-NETWORK = "network"
+LEVELS: tuple[Level, ...] = get_args(Level)
 # In the order of the output.
 AREAS = (
-    *(VERSIONS, PATCHES, FLAGS, CHECKPOINT, BATCHES, PLAN, PROMPTS, REWARD),
-    *(PORTS, SHARED_MEMORY, LIMITS, SPACE, NETWORK),
+    *("versions", "patches", "flags", "checkpoint", "batches", "plan", "prompts", "reward"),
+    *("ports", "shared memory", "limits", "space", "network"),
 )
 
 
@@ -46,35 +36,20 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One sentence about one subject. Red: a run fails. Yellow: it may be slow or unintended.
+    """One sentence about one subject. Green: no problem. Yellow: a run starts, but may be slow or
+    unintended. Red: it does not start, or does not end well.
 
     `remedy` says in one sentence what to do; it is empty for green. For example
-    Finding("ports", "red", "MASTER_PORT=65536 is not a port", "set it to a number up to 65535").
+    Finding("red", "ports", "MASTER_PORT=65536 is not a port", "set it to a number up to 65535").
     """
 
-    area: str
     level: Level
+    area: str
     found: str
     remedy: str = ""
 
-    def __post_init__(self) -> None:
-        assert self.area in AREAS, f"{self.area} is not an area"
-        assert bool(self.remedy) == (self.level != "green"), f"{self.level}, {self.remedy!r}"
 
-
-def green(area: str, found: str) -> Finding:
-    """Return a finding without a problem."""
-    return Finding(area, "green", found)
-
-
-def yellow(area: str, found: str, remedy: str) -> Finding:
-    """Return a warning: a run starts, but may be slow, small or unintended."""
-    return Finding(area, "yellow", found, remedy)
-
-
-def red(area: str, found: str, remedy: str) -> Finding:
-    """Return a failure: a run does not start, or does not end well."""
-    return Finding(area, "red", found, remedy)
+green, yellow, red = (functools.partial(Finding, level) for level in LEVELS)
 
 
 def refusal(area: str, error: UsageError) -> Finding:
@@ -83,24 +58,55 @@ def refusal(area: str, error: UsageError) -> Finding:
     return red(area, found, remedy or CORRECT)  # an error from a user's code may have no remedy
 
 
-@dataclass(slots=True)
-class Report:
-    """The findings so far."""
+class Report(logging.Handler):
+    """The findings so far. While a check runs, what mcore_rl warns of in its log is a finding."""
 
-    findings: list[Finding] = field(default_factory=list)
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.findings: list[Finding] = []
+        self._warnings: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a warning: "[Servers] a fault; a remedy"."""
+        self._warnings.append(re.sub(r"^\[\w+\] ", "", record.getMessage()))
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Receive the warnings of mcore_rl, which are not logged elsewhere meanwhile."""
+        logger = logging.getLogger("mcore_rl")
+        before, logger.propagate = logger.propagate, False
+        logger.addHandler(self)
+        try:
+            yield
+        finally:
+            logger.removeHandler(self)
+            logger.propagate = before
+
+    def settle(self, area: str, error: Exception | None = None) -> None:
+        """Add what a check has warned of, and how it ended."""
+        for text in dict.fromkeys(self._warnings):
+            found, semicolon, remedy = text.rpartition("; ")
+            if not semicolon:
+                found, remedy = text, "make sure that this is meant"
+            self.findings.append(yellow(area, found, remedy))
+        self._warnings.clear()
+        if isinstance(error, UsageError):
+            self.findings.append(refusal(area, error))
+        elif error is not None:
+            what = f"this check failed: {type(error).__name__}: {' '.join(str(error).split())}"
+            self.findings.append(red(area, what, "correct the cause that the error names"))
 
     @contextlib.contextmanager
     def catching(self, area: str) -> Iterator[None]:
         """Make an exception a finding, so that it does not hide the results of other checks: a
         user's mistake, or a check that fails because the machine is broken in an unforeseen way."""
-        try:
-            yield
-        except UsageError as error:
-            self.findings.append(refusal(area, error))
-        except Exception as error:
-            text = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            remedy = "correct the cause that the error names"
-            self.findings.append(red(area, f"this check failed: {text}", remedy))
+        error: Exception | None = None
+        with self.listening():
+            try:
+                yield
+            except Exception as raised:
+                error = raised
+        self.settle(area, error)
 
     def add(self, area: str, check: Callable[[], Iterable[Finding]]) -> None:
         """Run a check and keep its findings."""
@@ -118,8 +124,8 @@ class Report:
 
 def counts(findings: Iterable[Finding]) -> dict[Level, int]:
     """Return the number of findings of each level."""
-    levels = [finding.level for finding in findings]
-    return {level: levels.count(level) for level in LEVELS}
+    counted = Counter(finding.level for finding in findings)
+    return {level: counted[level] for level in LEVELS}
 
 
 def plural(count: int, word: str) -> str:

@@ -1,4 +1,4 @@
-"""Check of the command line, by the checks of a start, without stopping at the first fault.
+"""The command line, by the checks of a start, without stopping at the first fault.
 
 A flag that is wrong by itself is reported and left out, and the checks continue without it; checks
 that depend on it are skipped.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from mcore_rl.common.errors import UsageError
@@ -22,24 +22,12 @@ from mcore_rl.job.choices import choose, with_chosen
 from mcore_rl.job.facts import Facts, Refusals, Source
 from mcore_rl.job.reading import make_parser
 from mcore_rl.job.resolver import examine
-from mcore_rl.tools.doctor.finding import (
-    CHECKPOINT,
-    FLAGS,
-    REWARD,
-    Finding,
-    Report,
-    green,
-    plural,
-    red,
-    refusal,
-    yellow,
-)
+from mcore_rl.tools.doctor.finding import Finding, Report, green, plural, red, refusal, yellow
 
 # Areas of findings that are about the content of a folder, by the flag that names it.
 _AREAS = {
-    "--rl-hf-checkpoint": CHECKPOINT,
-    "--rl-export-dtype": CHECKPOINT,
-    "--rl-reward-model": REWARD,
+    **dict.fromkeys(("--rl-hf-checkpoint", "--rl-export-dtype"), "checkpoint"),
+    "--rl-reward-model": "reward",
 }
 # Flags without an effect on a machine with a GPU, and on one without.
 _NO_EFFECT = {
@@ -59,10 +47,9 @@ def check_taken_flags(parser: argparse.ArgumentParser) -> Iterator[Finding]:
     taken = [flag for flag in ours if flag in theirs and theirs[flag].dest not in SHARED_RL]
     for flag in taken:
         what = f"{flag} is also a flag of the installed Megatron, and mcore_rl needs the name"
-        remedy = "rename Megatron's, or install the Megatron of scripts/setup_env.sh"
-        yield red(FLAGS, what, remedy)
+        yield red("flags", what, "rename it, or install the Megatron of scripts/setup_env.sh")
     if not taken:
-        yield green(FLAGS, f"Megatron has none of our {len(ours)} flags")
+        yield green("flags", f"Megatron has none of our {len(ours)} flags")
 
 
 def check_flags(
@@ -81,20 +68,23 @@ def check_flags(
     refusals = _Collected(report, parser)
     import_given_files(tokens, refused=refusals.note)
     refusals.tokens = expand_config(tokens, parser, refused=refusals.note)
-    facts = refusals.examine(world_size, platform, device_bytes)
+    size: Callable[[], int] | None = None if device_bytes is None else lambda: device_bytes
+    source = Source(platform=platform, world_size=world_size, parser=parser)
+    facts, chosen = refusals.examine(
+        source, replace(source, host_memory=machine_memory, device_bytes=size)
+    )
     report.findings += _given_twice(tokens, parser)
     report.findings += _without_effect(facts, platform.cuda)
     text = environment.get("WORLD_SIZE")
     if text is not None and text != str(world_size):
         what = f"the environment has WORLD_SIZE={text}, and --world-size is {world_size}"
         remedy = "unset RANK, WORLD_SIZE and LOCAL_RANK, the launcher sets them"
-        report.findings.append(yellow(FLAGS, what, remedy))
+        report.findings.append(yellow("flags", what, remedy))
     if not refusals.noted:
         how = "by all checks of a start" if facts.spec else "as far as they can be checked"
         what = f"the flags are valid for {plural(world_size, 'rank')}, {how}"
-        if refusals.chosen:
-            what += f"; the plan chooses {' '.join(refusals.chosen)}"
-        report.findings.append(green(FLAGS, what))
+        what += f"; the plan chooses {' '.join(chosen)}" if chosen else ""
+        report.findings.append(green("flags", what))
     return facts
 
 
@@ -105,7 +95,6 @@ class _Collected(Refusals):
         super().__init__()
         self.tokens: list[str] = []
         self.noted: set[str] = set()
-        self.chosen: tuple[str, ...] = ()
         self._report, self._parser = report, parser
         self._has_left_out = False
 
@@ -113,32 +102,26 @@ class _Collected(Refusals):
         """Report a mistake once, even if it is one of several models."""
         if error.found not in self.noted:
             self.noted.add(error.found)
-            area = _AREAS.get(error.flag_name, FLAGS)
-            self._report.findings.append(refusal(area, error))
+            self._report.findings.append(refusal(_AREAS.get(error.flag_name, "flags"), error))
 
     def refuse(self, error: UsageError) -> None:
         """Report the mistake; the next round goes without a flag that is wrong by itself."""
         self.note(error)
         if self.examines_single_flags:
-            self._has_left_out |= self._leave_out(error)
+            self._leave_out(error)
 
-    def examine(self, world_size: int, platform: Platform, device_bytes: int | None) -> Facts:
-        """Return the facts of the tokens without the flags that are wrong by themselves."""
+    def examine(self, source: Source, chooses: Source) -> tuple[Facts, tuple[str, ...]]:
+        """Return the facts of the tokens without the flags that are wrong by themselves, and the
+        flags that a start would choose, from `chooses`."""
         while True:
             self.count, self._has_left_out = 0, False
-            source = Source(
-                tokens=self.tokens, platform=platform, world_size=world_size, parser=self._parser
-            )
-            of_machine = replace(source, host_memory=machine_memory)
-            if device_bytes is not None:
-                of_machine = replace(of_machine, device_bytes=lambda: device_bytes)
-            self.chosen = self.value(choose, of_machine) or ()
-            facts = examine(with_chosen(source, self.chosen), self)
+            chosen = self.value(choose, replace(chooses, tokens=self.tokens)) or ()
+            facts = examine(with_chosen(replace(source, tokens=self.tokens), chosen), self)
             if not self._has_left_out:
-                return facts
+                return facts, chosen
 
-    def _leave_out(self, error: UsageError) -> bool:
-        """Remove the flag at fault and its values; return False if it is not given."""
+    def _leave_out(self, error: UsageError) -> None:
+        """Remove the flag at fault and its values, if it is given."""
         names = {error.flag, error.flag_name}
         action = self._parser._option_string_actions.get(error.flag_name)
         if action is not None:
@@ -150,30 +133,26 @@ class _Collected(Refusals):
                 dropping = token.split("=")[0] in names
             if not dropping:
                 kept.append(token)
-        was_given = len(kept) < len(self.tokens)
+        self._has_left_out |= len(kept) < len(self.tokens)
         self.tokens = kept
-        return was_given
 
 
 def _given_twice(tokens: Sequence[str], parser: argparse.ArgumentParser) -> Iterator[Finding]:
-    known = parser._option_string_actions
+    known, names = parser._option_string_actions, FlagNames(parser)
     given = [known.get(token.split("=")[0]) for token in tokens if token.startswith("--")]
-    added_up = ("rl_config", "rl_import_")
-    names = FlagNames(parser)
-    times = Counter(action.dest for action in given if action and action.dest not in added_up)
+    times = Counter(action.dest for action in given if action)
     for dest, count in times.items():
-        if count > 1:
+        if count > 1 and dest not in ("rl_config", "rl_import_"):  # which add up
             what = f"{names[dest]} is given {count} times, and the last one counts"
-            yield yellow(FLAGS, what, "drop one")
+            yield yellow("flags", what, "drop one")
 
 
 def _without_effect(facts: Facts, has_cuda: bool) -> Iterator[Finding]:
     unread = facts.derived.unread if facts.derived else frozenset()
     for line in notes(facts.given, facts.parser, unread=unread):
-        yield yellow(FLAGS, line, "drop them, or read docs/using/megatron_flags.md")
+        yield yellow("flags", line, "drop them, or read docs/using/megatron_flags.md")
     here = "with a GPU" if has_cuda else "without a GPU"
     for dest, why in _NO_EFFECT[has_cuda].items():
         if dest in facts.given:
-            flag = FlagNames(facts.parser)[dest]
-            what = f"{flag} has no effect on a machine {here}: it {why}"
-            yield yellow(FLAGS, what, "drop it here")
+            what = f"{FlagNames(facts.parser)[dest]} has no effect on a machine {here}: it {why}"
+            yield yellow("flags", what, "drop it here")

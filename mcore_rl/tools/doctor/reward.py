@@ -1,344 +1,187 @@
-"""Check of the reward: a trial on samples made of prompts' answers, in the processes of a run."""
+"""One trial call of each reward, and one start of the environment, with prompts of the run."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
-import os
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
-from urllib.parse import urlsplit
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from mcore_rl.batching.types import Prompt, Rollout
-from mcore_rl.common.addresses import is_loopback
-from mcore_rl.common.errors import UsageError
-from mcore_rl.config import RLConfig
+from mcore_rl.data.prompts import PromptSources
 from mcore_rl.environments.interface import EnvironmentSpec
 from mcore_rl.environments.pool import EnvironmentPool
 from mcore_rl.isolation.wire import Failed
-from mcore_rl.job.value_models import Folder
 from mcore_rl.rewards.functions import NO_REWARD, SERVED_REWARDS
-from mcore_rl.rewards.pool import check_functions
 from mcore_rl.rewards.specs import RewardSpec
 from mcore_rl.rewards.stack import RewardStack
 from mcore_rl.rewards.worker import Outcome
 from mcore_rl.sandbox import PYTHON_SANDBOX
-from mcore_rl.sandbox.code_rows import nothings
-from mcore_rl.sandbox.code_tests import suite_of
 from mcore_rl.sandbox.runner import check_sandbox, describe
-from mcore_rl.tools.doctor.finding import REWARD, Finding, green, red, refusal, yellow
+from mcore_rl.tools.doctor.finding import Finding, green, red, yellow
 
 # Built-in rewards that compare with the answer, which must get more than anything else.
 _EXACT = ("exact_match", "arithmetic", "gsm8k")
-_MOST_SECONDS = 20.0  # for one sample
+_FEW = 2
+_MOST_SECONDS = 20.0  # for all samples of a reward
 _MOST_SHOWN = 200
-_OTHERS = "another prompt's answer"
+_OWN, _OTHER, _NEIGHBOUR = "the prompts' own answers", "others", "another prompt's answer"
 _TIMED_OUT = "timed out"  # a kind of failure, of functions and of servers
+_LOOK_AT_ROWS = "look at --rl-answer-column and at the form of its answers"
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """A response to try rewards on.
+class Sample(NamedTuple):
+    """A response to a prompt: Sample(prompt, "an empty response", "")."""
 
-    Examples: Sample("right", prompt, "96"), the prompt's own answer; Sample("wrong", prompt,
-    "967"); Sample("worthless", prompt, "", "an empty response"), one that should be worth nothing;
-    Sample("idle", prompt, code, "empty code"), code that does nothing.
-    """
-
-    kind: Literal["right", "wrong", "worthless", "idle"]
     prompt: Prompt
-    response: str
-    what: str = ""
+    what: str
+    text: str
 
 
-Scored = Sequence[tuple[Sample, Outcome]]  # samples with the outcomes of one reward
+Tried = Sequence[tuple[Sample, Outcome]]
 
 
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """Outcomes of each reward that was tried, or why none was, and the output of functions."""
+def few_of(rows: PromptSources) -> list[Prompt]:
+    """Return for each source a few prompts whose answers differ, or any without answers."""
+    few: dict[str, tuple[dict[str, Prompt], list[Prompt]]] = {}
+    for position in range(len(rows)):
+        row = rows[position]
+        answered, blank = few.setdefault(row.source, ({}, []))
+        if text := row.answer_text.strip():
+            if len(answered) < _FEW:
+                answered.setdefault(text, row)
+        elif len(blank) < _FEW:
+            blank.append(row)
+    return [row for answered, blank in few.values() for row in answered.values() or blank]
 
-    outcomes: dict[str, list[Outcome]]
-    refused: UsageError | None
-    printed: str
 
-
-def check_reward(
-    spec: RewardSpec,
-    environment: EnvironmentSpec | None,
-    prompts: Sequence[Prompt],
-    model: Folder | None,
-) -> list[Finding]:
-    """Try the reward on `prompts`: a few of each source whose answers differ, or without answers.
-    `model` is the model of --rl-reward-model, if it could be read."""
-    findings = []
-    if model is not None:
-        what = f"model: {model.checkpoint.folder}, {model.shape.architecture} with a score head"
-        findings.append(green(REWARD, what))
-    if environment is not None:
-        findings.append(_environment(environment, prompts))
+def try_rewards(spec: RewardSpec, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """Score responses to `prompts` by every reward of their source, in the processes of a run and
+    by its requests, without a second attempt."""
     if spec.names == (NO_REWARD,):
-        findings.append(green(REWARD, "none: the run learns from a teacher alone"))
-        return findings
-    if not spec.functions and not spec.servers:
-        return findings
-    if not prompts:
-        what = (
-            "no prompt can be read to try the reward on, so functions are only imported and "
-            "servers are not asked"
-        )
-        findings.append(yellow(REWARD, what, "correct the prompts first"))
-    if not spec.of_sources:
-        return [*findings, *_tried(spec, prompts)]
+        yield green("reward", "none: the run learns from a teacher alone")
     for source in dict.fromkeys(prompt.source for prompt in prompts):
-        own = [prompt for prompt in prompts if prompt.source == source]
-        findings += _tried(spec.of_source(source), own)
-    return findings
+        own = spec.of_source(source)
+        samples = _samples([prompt for prompt in prompts if prompt.source == source])
+        for name in (*own.functions, *(server.name for server in own.servers)):
+            with tempfile.TemporaryFile() as printed:
+                tried = _tried(own, name, samples, printed.fileno())
+                printed.seek(0)
+                text = " ".join(printed.read().decode(errors="replace").split())
+            if text:
+                more = " ..." if len(text) > _MOST_SHOWN else ""
+                yield green("reward", f"{name} prints: {text[:_MOST_SHOWN]}{more}")
+            yield _judged(name, tried, spec)
 
 
-def asks_loopback(config: RLConfig) -> bool:
-    """Return whether a reward's server is on this machine."""
-    urls = [url for url in (config.rewards.reward_url, config.rewards.reward_pooling_url) if url]
-    with contextlib.suppress(ValueError):  # the check of the reward refuses such an address
-        return any(is_loopback(urlsplit(url).hostname or "") for url in urls)
-    return False
-
-
-def _answers(prompts: Sequence[Prompt]) -> list[Sample]:
-    """Return the prompts' own answers, and another response for each prompt."""
-    answered = [each for each in prompts if each.answer_text.strip()]
+def _samples(prompts: Sequence[Prompt]) -> list[Sample]:
+    """Return the prompts' answers, another response to each, and responses worth nothing."""
+    first, answers = prompts[0], [each for each in prompts if each.answer_text.strip()]
     return [
-        *(Sample("right", each, each.answer_text) for each in answered),
-        *(Sample("wrong", each, f"{each.answer_text.rstrip()}7") for each in prompts),
+        *(Sample(each, _OWN, each.answer_text) for each in answers),
+        *(Sample(each, _OTHER, f"{each.answer_text.rstrip()}7") for each in prompts),
+        *(Sample(first, _NEIGHBOUR, each.answer_text) for each in answers if each is not first),
+        Sample(first, "an empty response", ""),
+        Sample(first, "a blank one", " \n"),
     ]
 
 
-def _worthless(prompts: Sequence[Prompt], spec: RewardSpec) -> list[Sample]:
-    """Return responses that should be worth nothing, including code that does nothing."""
-    if not prompts:
-        return []
-    first = prompts[0]
-    samples = [
-        Sample("worthless", first, "", "an empty response"),
-        Sample("worthless", first, " \n", "a blank one"),
-    ]
-    texts = [each.answer_text for each in prompts if each.answer_text.strip()]
-    others = [text for text in texts if text.strip() != first.answer_text.strip()]
-    samples += [Sample("worthless", first, text, _OTHERS) for text in others[:1]]
-    for prompt in prompts if PYTHON_SANDBOX in spec.functions else ():
-        for what, code in nothings(_names_of(prompt)).items():
-            samples.append(Sample("idle", prompt, f"```python\n{code}```", what))
-    return samples
-
-
-def _names_of(prompt: Prompt) -> frozenset[str]:
-    """Return the names that a prompt's tests use from the code; empty without tests."""
-    with contextlib.suppress(ValueError):
-        suite = suite_of(prompt.answer, prompt=prompt.text, row=json.loads(prompt.row))
-        return suite.names
-    return frozenset()
-
-
-def _tried(spec: RewardSpec, prompts: Sequence[Prompt]) -> list[Finding]:
-    answers, worthless = _answers(prompts), _worthless(prompts, spec)
-    trial = run_trial(spec, answers, worthless)
-    findings = []
-    if printed := " ".join(trial.printed.split()):
-        if len(printed) > _MOST_SHOWN:
-            printed = f"{printed[:_MOST_SHOWN]} ..."
-        findings.append(green(REWARD, f"what is asked for prints: {printed}"))
-    if trial.refused is not None:
-        return [refusal(REWARD, trial.refused), *findings]
-    for name in (*spec.functions, *(server.name for server in spec.servers)):
-        outcomes = trial.outcomes.get(name)
-        if outcomes is not None:
-            # Without worthless ones if an answer failed.
-            scored = list(zip([*answers, *worthless], outcomes, strict=False))
-            judged = _judged(name, scored, spec.timeout_seconds)
-            if name == PYTHON_SANDBOX:
-                level = check_sandbox(f"--rl-reward {name}", spec.sandbox_accept)
-                judged = dataclasses.replace(judged, found=f"{judged.found}; {describe(level)}")
-            findings.append(judged)
-        elif name in spec.functions:
-            findings.append(green(REWARD, f"{name} can be imported"))
-    return findings
-
-
-def _environment(spec: EnvironmentSpec, prompts: Sequence[Prompt]) -> Finding:
-    """Check that the environment starts with a few prompts, in its own processes."""
-    confined, title = "", ",".join(spec.names)
-    try:
-        with EnvironmentPool(spec) as pool:
-            pool.check()  # also checks --rl-import, whose files do not run in this process
-            if PYTHON_SANDBOX in spec.names:
-                level = check_sandbox(f"--rl-environment {PYTHON_SANDBOX}", spec.sandbox_accept)
-                confined = f"; {describe(level)}"
-            tickets = {pool.start(prompt, 0) for prompt in prompts}
-            until = time.monotonic() + _MOST_SECONDS
-            failed: list[Failed] = []
-            while tickets and pool.wait(max(0.0, until - time.monotonic())):
-                for ticket, event in pool.finished():
-                    tickets.discard(ticket)
-                    failed += [event] if isinstance(event, Failed) else []
-    except UsageError as error:
-        return refusal(REWARD, error)
-    except RuntimeError as error:  # its processes die at once
-        return red(REWARD, str(error), "correct what it imports")
-    if failed:
-        what = f"environment {title} cannot start with {len(failed)} of {len(prompts)} prompts"
-        return red(REWARD, f"{what}: {failed[0].failure}", "correct it, or the prompts")
-    if tickets:
-        what = f"environment {title} has not started within {_MOST_SECONDS:g} s"
-        return yellow(REWARD, what, "make sure that it needs no longer than its timeout")
-    what = f"environment {title} starts with {len(prompts)} prompt(s){confined}"
-    return green(REWARD, what)
-
-
-def _judged(name: str, scored: Scored, timeout_seconds: float) -> Finding:
-    """Judge a reward by its outcomes."""
-    right, wrong = (
-        [outcome for sample, outcome in scored if sample.kind == kind]
-        for kind in ("right", "wrong")
+def _tried(spec: RewardSpec, name: str, samples: Sequence[Sample], output: int) -> Tried:
+    """Score samples by one reward; return those that were scored in time, or the first one."""
+    servers = tuple(
+        dataclasses.replace(server, retries=0) for server in spec.servers if server.name == name
     )
-    # Only samples that training may also produce: an answer, right or wrong.
-    outcomes = [*right, *wrong]
-    failures = [each.failure for each in outcomes if each.failure is not None]
-    if (
-        failures
-        and timeout_seconds > _MOST_SECONDS
-        and all(each.kind in (None, _TIMED_OUT) for each in outcomes)
-    ):
-        what = (
-            f"{name} gives no value within {_MOST_SECONDS:g} s and is not waited for longer here; "
-            f"the run waits {timeout_seconds:g} s"
-        )
-        return yellow(REWARD, what, "make sure that it needs no longer than that")
-    if failures:
-        what = (
-            f"{name} gives no value for {len(failures)} of {len(outcomes)} samples: {failures[0]}"
-        )
-        return red(REWARD, what, _remedy_of_failures(name, has_answers=bool(right)))
-    if name == PYTHON_SANDBOX:  # the prompts' answers are tests, not code
-        return _judged_sandbox(scored)
+    seconds = min(spec.timeout_seconds, _MOST_SECONDS)
+    alone = dataclasses.replace(
+        spec, names=(name,), weights=(1.0,), servers=servers, timeout_seconds=seconds, num_workers=1
+    )
+    with RewardStack(alone, output) as stack:
+        stack.find_sources()  # the limit is not for imports
+        of_ticket = {stack.begin(_rollout(sample)): sample for sample in samples}
+        stack.wait(_MOST_SECONDS)
+        found = sorted(stack.collect())
+    late = Outcome(0.0, _TIMED_OUT, f"no value within {seconds:g} s")
+    return [(of_ticket[ticket], each[name]) for ticket, each in found] or [(samples[0], late)]
+
+
+def _rollout(sample: Sample) -> Rollout:
+    nothing = np.zeros(0)
+    return Rollout(
+        prompt=sample.prompt,
+        sample_index=0,
+        text=sample.text,
+        response_token_ids=nothing.astype(np.int32),
+        rollout_log_probs=nothing.astype(np.float32),
+        finish_reason="stop",
+        weight_version=0,
+    )
+
+
+def _judged(name: str, tried: Tried, spec: RewardSpec) -> Finding:
+    """Judge a reward by what it gives to answers, to other responses, and to nothing."""
+    right, wrong = (
+        [outcome for sample, outcome in tried if sample.what == what] for what in (_OWN, _OTHER)
+    )
+    failed = [each for each in (*right, *wrong) if each.kind is not None]
+    if failed and spec.timeout_seconds > _MOST_SECONDS and {f.kind for f in failed} == {_TIMED_OUT}:
+        what = f"{name} gives no value within {_MOST_SECONDS:g} s and is not waited for longer here"
+        remedy = f"make sure that it needs no longer than the {spec.timeout_seconds:g} s of the run"
+        return yellow("reward", what, remedy)
+    if failed:
+        what = f"{name} gives no value for {len(failed)} of {len(right) + len(wrong)} samples: "
+        return red("reward", f"{what}{failed[0].failure}", _remedy(name, bool(right)))
+    if name == PYTHON_SANDBOX:  # answers are tests, which a start has tried
+        level = check_sandbox(f"--rl-reward {name}", spec.sandbox_accept)
+        return green("reward", f"{name} runs; {describe(level)}")
     if not right:
-        return green(REWARD, f"{name} gives {_shown(wrong)} where prompts have no answer")
-    what = f"{name} gives {_shown(right)} to the prompts' own answers and {_shown(wrong)} to others"
-    if not all(r.reward > w.reward for r, w in zip(right, wrong, strict=True)):
-        if name in _EXACT:
-            remedy = "look at --rl-answer-column and at the form of its answers"
-            return red(REWARD, what, remedy)
-        return yellow(REWARD, what, "make sure that this is meant")
-    if paid := _paid_for_nothing(name, scored, right[0].reward):
-        return yellow(
-            REWARD,
-            f"{what}; it pays {paid}",
-            "make sure that this is meant, as it may be for a reward of length or form: a policy "
-            "finds what is paid for nothing",
-        )
-    return green(REWARD, what)
+        return green("reward", f"{name} gives {_shown(wrong)} where prompts have no answer")
+    what = f"{name} gives {_shown(right)} to {_OWN} and {_shown(wrong)} to {_OTHER}"
+    if any(r.reward <= w.reward for r, w in zip(right, wrong, strict=False)):
+        remedy = _LOOK_AT_ROWS if name in _EXACT else "make sure that this is meant"
+        return (red if name in _EXACT else yellow)("reward", what, remedy)
+    paid = []
+    for sample, outcome in tried:
+        # Only the scores of pooling have no zero; a neighbour's answer may resemble the right one.
+        may_be_paid = name == "pooling" or sample.what == _NEIGHBOUR
+        is_paid = outcome.reward >= right[0].reward or (outcome.reward > 0 and not may_be_paid)
+        if sample.what not in (_OWN, _OTHER) and outcome.kind is None and is_paid:
+            paid.append(f"{outcome.reward:g} for {sample.what}")
+    if paid:
+        remedy = "make sure that this is meant: a policy finds what is paid for nothing"
+        return yellow("reward", f"{what}; it pays {' and '.join(paid)}", remedy)
+    return green("reward", what)
 
 
-def _judged_sandbox(scored: Scored) -> Finding:
-    idle = [(sample, outcome) for sample, outcome in scored if sample.kind == "idle"]
-    if paid := [sample.what for sample, outcome in idle if outcome.reward > 0]:
-        what = f"{PYTHON_SANDBOX} pays {paid[0]}: tests that it passes check nothing"
-        return red(REWARD, what, "correct the answers (--rl-answer-column) or remove such rows")
-    if failures := [each.failure for _, each in idle if each.failure is not None]:
-        what = f"{PYTHON_SANDBOX} gives no value to code that does nothing: {failures[0]}"
-        return red(REWARD, what, _remedy_of_failures(PYTHON_SANDBOX, has_answers=True))
-    return green(REWARD, f"{PYTHON_SANDBOX} runs")
-
-
-def _remedy_of_failures(name: str, *, has_answers: bool) -> str:
+def _remedy(name: str, has_answers: bool) -> str:
     if name in SERVED_REWARDS:
         return "start the server, or correct its address and its answer"
     if name == PYTHON_SANDBOX:
-        return "look at --rl-answer-column: its answers must be tests (docs/using/rewards.md)"
-    if not has_answers:
-        return "correct the function, or fill in the answers that it needs"
-    return "correct the function: it is given the prompt's own answer here"
-
-
-def _paid_for_nothing(name: str, scored: Scored, right: float) -> str:
-    """Describe rewards for responses that should be worth nothing; empty if there are none.
-
-    For a response without content any reward above 0 counts, except from `pooling`, whose scores
-    have no zero. Another prompt's answer may resemble the right one: it counts if its reward is at
-    least that of the right answer, `right`.
-    """
-    paid = []
-    for sample, outcome in scored:
-        least = right if name == "pooling" or sample.what == _OTHERS else 0.0
-        is_paid = outcome.reward >= right or outcome.reward > least
-        if sample.kind == "worthless" and outcome.failure is None and is_paid:
-            paid.append(f"{outcome.reward:g} for {sample.what}")
-    return " and ".join(paid)
+        return f"{_LOOK_AT_ROWS}, which must be tests (docs/using/rewards.md)"
+    return "correct the function" + ("" if has_answers else ", or fill in the answers it needs")
 
 
 def _shown(outcomes: Sequence[Outcome]) -> str:
     return " and ".join(dict.fromkeys(f"{outcome.reward:g}" for outcome in outcomes))
 
 
-def run_trial(spec: RewardSpec, samples: Sequence[Sample], more: Sequence[Sample] = ()) -> Trial:
-    """Score samples as a run does, with less time and one worker.
-
-    A function that fails on `samples` is not tried on `more`, whose output is discarded.
-    """
-    seconds = min(spec.timeout_seconds, _MOST_SECONDS)
-    once = tuple(dataclasses.replace(server, retries=0) for server in spec.servers)
-    spec = dataclasses.replace(spec, num_workers=1, timeout_seconds=seconds, servers=once)
-    outcomes: dict[str, list[Outcome]] = {}
-    refused = None
-    with tempfile.TemporaryFile() as printed, open(os.devnull, "w") as silent:
-        try:
-            check_functions(spec)
-            servers = [server.name for server in spec.servers]
-            outcomes |= _outcomes(spec, servers, [*samples, *more])  # in one request if they fit
-            outcomes |= _outcomes(spec, spec.functions, samples, printed.fileno())
-            working = [
-                name
-                for name in spec.functions
-                if all(each.failure is None for each in outcomes.get(name, []))
-            ]
-            for name, more_outcomes in _outcomes(spec, working, more, silent.fileno()).items():
-                outcomes[name] += more_outcomes
-        except UsageError as error:
-            refused = error
-        except RuntimeError as error:  # workers that die at once
-            refused = UsageError(str(error), remedy="correct what it imports")
-        printed.seek(0)
-        return Trial(outcomes, refused, printed.read().decode(errors="replace"))
-
-
-def _outcomes(
-    spec: RewardSpec, names: Sequence[str], samples: Sequence[Sample], output: int | None = None
-) -> dict[str, list[Outcome]]:
-    """Return the outcomes of the rewards `names` for samples; logs nothing."""
-    if not names or not samples:
-        return {}
-    servers = tuple(server for server in spec.servers if server.name in names)
-    weights = (1.0,) * len(names)
-    some = dataclasses.replace(spec, names=tuple(names), weights=weights, servers=servers)
-    with RewardStack(some, output) as stack:
-        tickets = [stack.begin(_rollout(sample)) for sample in samples]
-        stack.wait()
-        outcomes = dict(stack.collect())
-    return {name: [outcomes[ticket][name] for ticket in tickets] for name in names}
-
-
-def _rollout(sample: Sample) -> Rollout:
-    return Rollout(
-        prompt=sample.prompt,
-        sample_index=0,
-        text=sample.response,
-        response_token_ids=np.zeros(0, dtype=np.int32),
-        rollout_log_probs=np.zeros(0, dtype=np.float32),
-        finish_reason="stop",
-        weight_version=0,
-    )
+def try_environment(spec: EnvironmentSpec, prompts: Sequence[Prompt]) -> Iterator[Finding]:
+    """Start the environment with each of the prompts, in its own processes."""
+    title, until = f"environment {','.join(spec.names)}", time.monotonic() + _MOST_SECONDS
+    failed: list[Failed] = []
+    with EnvironmentPool(spec) as pool:
+        tickets = {pool.start(prompt, 0) for prompt in prompts}
+        while tickets and pool.wait(max(0.0, until - time.monotonic())):
+            for ticket, event in pool.finished():
+                tickets.discard(ticket)
+                failed += [event] if isinstance(event, Failed) else []
+    if failed:
+        what = f"{title} cannot start with {len(failed)} of {len(prompts)} prompts: "
+        yield red("reward", f"{what}{failed[0].failure}", "correct it, or the prompts")
+    elif tickets:
+        what = f"{title} has not started within {_MOST_SECONDS:g} s"
+        yield yellow("reward", what, "make sure that it needs no longer than its timeout")
+    else:
+        yield green("reward", f"{title} starts with {len(prompts)} prompt(s)")

@@ -19,9 +19,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +36,8 @@ from mcore_rl.common.readers import (
     plain_file_name,
     read_regular,
 )
+
+logger = logging.getLogger(__name__)
 
 SAVING = "saving"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -118,6 +121,41 @@ def steps_to_try(load: Path, steps: Sequence[int], asked: int | None) -> list[in
             remedy="choose one of them, or drop the flag for the newest",
         )
     return [asked]
+
+
+def newest_undamaged(
+    load: Path,
+    steps: Sequence[int],
+    asked: int | None,
+    damage_of: Callable[[int], list[Damage]],
+    *,
+    logs: bool = True,
+) -> int | None:
+    """Return the first of the complete `steps` of `--load` to resume from; None without any.
+
+    Warns of those that `damage_of` finds damaged, if `logs`. Raises UsageError if all are damaged,
+    and for a `--ckpt-step` that is not there.
+    """
+    reports: list[Damage] = []
+    for step in steps_to_try(load, steps, asked):
+        damaged = damage_of(step)
+        if not damaged:
+            return step
+        for each in damaged if logs else ():
+            logger.warning(
+                "[Resume] the checkpoint of step %d is bad: %s; restore that file, or resume at an "
+                "older step",
+                step,
+                each,
+            )
+        reports += damaged
+    if not reports:
+        return None
+    raise UsageError(
+        f": no checkpoint can be read, the newest because of {reports[0]}",
+        flag=f"--load {load}" if asked is None else f"--ckpt-step {asked}",
+        remedy="restore that file, or drop --load to begin again",
+    )
 
 
 def tracked_step(folder: Path) -> int | None:

@@ -163,31 +163,19 @@ def choose(folder: Path, *, beside: Sequence[Path] = (), step: int | None = None
         places = folders.places_of(folder, beside)
         places_and_steps = places, folders.common_steps(places)
     places, steps = objects.broadcast(places_and_steps)
-    steps = folders.steps_to_try(folder, steps, step)
-    reports: list[Damage] = []
-    for candidate in steps:
-        started = time.perf_counter()
-        damaged = _damage(places, candidate, rank, world_size)
-        if not damaged:
-            logger.info(
-                "[Resume] resuming from step %d of %s, whose files are as they were written "
-                "(checked in %.1f s)",
-                candidate,
-                folder,
-                time.perf_counter() - started,
-            )
-            return candidate
-        for damage in damaged:
-            if rank == 0:
-                logger.warning("[Resume] the checkpoint of step %d is bad: %s", candidate, damage)
-        reports += damaged
-    if reports:
-        raise UsageError(
-            f": no checkpoint can be read, the newest because of {reports[0]}",
-            flag=f"--load {folder}" if step is None else f"--ckpt-step {step}",
-            remedy="restore that file, or drop --load to begin again",
+    started = time.perf_counter()
+    chosen = folders.newest_undamaged(
+        *(folder, steps, step),
+        lambda candidate: _damage(places, candidate, rank, world_size),
+        logs=rank == 0,
+    )
+    if chosen is not None:
+        logger.info(
+            "[Resume] resuming from step %d of %s, whose files are as they were written (checked "
+            "in %.1f s)",
+            *(chosen, folder, time.perf_counter() - started),
         )
-    return None
+    return chosen
 
 
 def _recover(place: Path) -> None:
@@ -317,8 +305,8 @@ def with_known_prompts(
     prompts: Drawn,
     eval_prompts: Drawn | None,
 ) -> TrainerState:
-    """Return the state with the position at which the prompts continue. Raises UsageError if they
-    are others than before and --rl-on-changed-prompts is stop, or cannot be followed."""
+    """Return the state with which a run draws from `prompts`. Warns if they are other ones than
+    before; raises UsageError if the run is to stop then."""
     if eval_prompts is not None and eval_prompts.are_those_of(state.eval_prompts) is False:
         _warn(
             "[Resume] --rl-eval-prompts are others than before step %d: accuracies before and "

@@ -26,7 +26,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import (  # isort: 
     AsyncRequest,
 )
 
-__all__ = ["finish", "reserve", "take_digests", "use", "with_arguments"]
+__all__ = ["finish", "release", "reserve", "take_digests", "use", "with_arguments"]
 assert megatron_adapter  # imported for its effect
 
 
@@ -107,6 +107,11 @@ def reserve(state: megatron_adapter.TrainState) -> None:
     tensors = [tensor for kind in ("parameters", "optimizer") for _, tensor in by_kind[kind]]
     num_bytes = sum(tensor.nbytes for tensor in tensors)
     background_saving.reserve(num_bytes + num_bytes // 100)  # with gaps between tensors
+
+
+def release() -> None:
+    """Free the host memory of copies, after the last save."""
+    background_saving.release()
 
 
 def take_digests(folder: Path) -> dict[str, str]:

@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-BLOCK_BYTES = 1 << 20  # of float32 temporaries in host memory
+# Of float32 temporaries, in host memory and on a device.
+BLOCK_BYTES, DEVICE_BLOCK_BYTES = 1 << 20, 64 << 20
 
 
 def vocab_parallel_log_probs(
@@ -153,11 +154,10 @@ class _Head:
     ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yield parts of a chunk: their slice of the tokens, their rows of its `products`, and
         these in float32, over the temperature, which may share their memory."""
-        length = len(products)
-        if products.device.type == "cpu":
-            # Temporaries that stay in a processor's cache, and in memory that malloc has already:
-            # pages that are new to the process cost more than what is computed.
-            length = max(1, BLOCK_BYTES // (4 * self.num_rows))
+        # On a CPU, temporaries that stay in its cache, and in memory that malloc has already: pages
+        # that are new to the process cost more than what is computed.
+        num_bytes = BLOCK_BYTES if products.device.type == "cpu" else DEVICE_BLOCK_BYTES
+        length = max(1, num_bytes // (4 * self.num_rows))
         for part, at in zip(products.split(length), range(0, len(products), length), strict=True):
             start = chunk.start + at
             yield slice(start, start + len(part)), part, self._scaled(part)

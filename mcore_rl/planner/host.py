@@ -172,7 +172,8 @@ class _Planning:
         if engine.exports:
             file = self._everywhere("file being exported", exported_file_bytes(self._case))
             # The last hand-over drops the widened weights, and no generation follows.
-            yield self._phase(EXPORT, whole, self._engine, kept, file)
+            copies = kept if engine.exports_between else {}  # the last save frees them
+            yield self._phase(EXPORT, whole, self._engine, copies, file)
 
     def _teacher_weights(self, teacher: TrainedModel) -> Bytes:
         """Return `[world]`: without devices, those that are swapped in are in host memory, too."""

@@ -190,6 +190,7 @@ class EngineSettings:
     saves_checkpoints: bool
     loads_checkpoint: bool = False  # --load: the optimizer's state exists from the start
     exports: bool = False  # --rl-export-hf
+    exports_between: bool = False  # --rl-export-interval
     has_canary: bool = False
     drafter_layers: int = 0  # MTP layers that draft for it
     # Tokens of a step's samples with prompts: of the TP group that generates most, and of all.

@@ -333,6 +333,7 @@ def _engine_settings(
         saves_checkpoints=True,  # the last step's, by default
         loads_checkpoint=bool(values.get("load")) and not values.get("finetune"),
         exports=bool(config.trainer.export_hf),
+        exports_between=bool(config.trainer.export_interval),
         has_canary=config.weight_sync.canary_interval > 0,
         drafter_layers=shape.num_mtp_layers if drafts else 0,
         sampled_tokens=samples * length,

@@ -83,9 +83,12 @@ class RunSaver:
                 self._advance(waits=True)
 
     def save(self, num_steps: int) -> None:
-        """Save the state after `num_steps` steps, unless that has been saved, and complete it."""
+        """Save the state after `num_steps` steps, unless that has been saved, and complete it. The
+        last save of a run."""
         self._begin(num_steps)
         self._advance(waits=True)
+        if self._job.args.async_save:
+            background.release()  # an export needs memory, too
 
     def _begin(self, num_steps: int) -> None:
         """Begin the checkpoint after `num_steps` steps, once the one before is complete."""

@@ -78,6 +78,13 @@ def reserve(num_bytes: int) -> None:
         _reservation.start()
 
 
+def release() -> None:
+    """Free the buffers of files that are written. The next save makes others."""
+    if _reservation is not None:
+        _reservation.join()
+    free_buffers.clear()
+
+
 def _reserve(num_bytes: int) -> None:
     buffer = _new_buffer(num_bytes)
     pages = np.frombuffer(buffer, np.uint8)[:: mmap.PAGESIZE]

@@ -94,13 +94,18 @@ def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 # ------------------------------------------------------------------------- without a layout
 
 
-def test_without_devices_samples_are_packed_as_the_host_allows() -> None:
+@pytest.mark.parametrize("widens", [False, True])
+def test_without_devices_samples_are_packed_as_the_host_allows(
+    widens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A processor without products of bfloat16 keeps weights in float32 as well."""
+    monkeypatch.setattr("mcore_rl.job.choices.has_slow_products", lambda precision: widens)
     small = CONFIGS / "qwen3-0.6b.json"
     lengths = ("--rl-max-prompt-tokens", "64", "--rl-max-response-tokens", "64")
     large_host = chosen(source_of(small, *lengths, host_gb=64))
     assert large_host == {PACKED: "2048", SEQS: "128"}
     sizes = [int(chosen(source_of(small, *lengths, host_gb=size))[PACKED]) for size in (25, 23, 16)]
-    assert sizes == [2048, 1024, 128]
+    assert sizes == ([1024, 128, 128] if widens else [2048, 1024, 128])
 
 
 def test_engines_of_their_own_leave_trainers_what_they_do_not_need() -> None:

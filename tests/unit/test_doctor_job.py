@@ -865,6 +865,11 @@ def test_an_environment_is_started_with_a_few_prompts(here: Path, tmp_path: Path
     assert spec is not None
     (good,) = try_environment(spec, FEW[:1])
     assert (good.level, good.found) == ("green", "environment picky starts with 1 prompt(s)")
+    of_sandbox = config_of(here, reward=None, environment="python_sandbox").environments
+    sandboxed = of_sandbox.spec((), None)
+    assert sandboxed is not None
+    (sandbox,) = try_environment(sandboxed, prompts(("2+3=", TESTS)))
+    assert sandbox.level == "green" and "code is confined by " in sandbox.found
     (bad,) = try_environment(spec, FEW)
     assert bad.level == "red" and "picky cannot start with 1 of 2 prompts" in bad.found
     assert bad.found.endswith("raised AssertionError: another answer")

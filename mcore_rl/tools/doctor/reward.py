@@ -184,4 +184,8 @@ def try_environment(spec: EnvironmentSpec, prompts: Sequence[Prompt]) -> Iterato
         what = f"{title} has not started within {_MOST_SECONDS:g} s"
         yield yellow("reward", what, "make sure that it needs no longer than its timeout")
     else:
-        yield green("reward", f"{title} starts with {len(prompts)} prompt(s)")
+        confined = ""
+        if PYTHON_SANDBOX in spec.names:
+            level = check_sandbox(f"--rl-environment {PYTHON_SANDBOX}", spec.sandbox_accept)
+            confined = f"; {describe(level)}"
+        yield green("reward", f"{title} starts with {len(prompts)} prompt(s){confined}")
